@@ -1,0 +1,121 @@
+"""Environments with text in and text out. `make` builds one from a name, a file or an installed package."""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from pathlib import Path
+
+# Strings, not classes: importing this package must not import the libraries behind every environment.
+ENVS = {
+    "bandit": "envs.bandit:Bandit",
+    "frozen_lake": "envs.frozen_lake:FrozenLake",
+    "sokoban": "envs.sokoban:Sokoban",
+}
+DIFFERENT_VOCAB = {
+    "wall": "W", "floor": ".", "target": "G", "box on target": "C", "box": "B", "player": "A",
+    "player on target": "@",
+}  # fmt: skip
+PRESETS = {
+    "SimpleSokoban": ("sokoban", {"size": (6, 6), "num_boxes": 1, "observation": "grid"}),
+    "LargerSokoban": (
+        "sokoban",
+        {"size": (8, 8), "num_boxes": 2, "search_depth": 10, "observation": "grid"},
+    ),
+    "CoordSokoban": ("sokoban", {"size": (6, 6), "num_boxes": 1, "observation": "grid_coord"}),
+    "SokobanDifferentGridVocab": (
+        "sokoban",
+        {
+            "size": (6, 6),
+            "num_boxes": 1,
+            "search_depth": 30,
+            "observation": "grid",
+            "symbols": DIFFERENT_VOCAB,
+        },
+    ),
+    "FrozenLakeGrid": ("frozen_lake", {"observation": "grid"}),
+    "CoordFrozenLake": ("frozen_lake", {"observation": "grid_coord"}),
+    "SlipperyFrozenLake": ("frozen_lake", {"slippery": True, "success_rate": 0.8}),
+    "Bandit": ("bandit", {"split": "train"}),
+    "BanditTest": ("bandit", {"split": "test"}),
+}
+
+
+def load_class(target):
+    """The class behind "package.module:Class" or "path/to/file.py:Class"."""
+    where, _, class_name = target.rpartition(":")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise ValueError(f"{target!r} names the file {where}, which does not exist; check the path")
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    if not hasattr(module, class_name):
+        near = difflib.get_close_matches(class_name, vars(module), n=3)
+        raise ValueError(f"{where} has no class {class_name!r}; near names: {', '.join(near) or 'none'}")
+    return getattr(module, class_name)
+
+
+def check_options(name, build, options):
+    """Refuses options that the class `build` does not take, naming those it takes."""
+    parameters = inspect.signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for option, value in options.items():
+        if option not in parameters:
+            near = difflib.get_close_matches(option, parameters, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{name} has no option {option!r} (given {value!r}), it takes {', '.join(parameters)}{hint}"
+            )
+
+
+def make(name, **options):
+    """An environment (gymnasium.Env) with `instruction`, `actions`, `max_turns`, `max_actions` and `solve()`.
+
+    `name`: a key of ENVS or of PRESETS (whose options yield to those given here), "package.module:Class",
+    "path/to/file.py:Class", or a registered gymnasium id whose two spaces are gymnasium.spaces.Text. What the
+    environment lacks is filled in: "" for `instruction`, None for `actions` (free text), the registered
+    max_episode_steps or else 10 for both budgets, and a `solve()` that knows no answer.
+
+    Raises: ValueError for an unknown name or option (with near ones) and for spaces other than Text.
+    """
+    import gymnasium
+
+    preset, preset_options = PRESETS.get(name, (name, {}))
+    target, options = ENVS.get(preset, preset), preset_options | options
+    if target in gymnasium.registry:
+        env = gymnasium.make(target, **options)
+        for space in (env.action_space, env.observation_space):
+            if not isinstance(space, gymnasium.spaces.Text):
+                raise ValueError(
+                    f"{name} has the space {space}, but text goes in and out here; wrap it so that "
+                    "both its spaces are gymnasium.spaces.Text"
+                )
+    elif ":" in target:
+        build = load_class(target)
+        check_options(name, build, options)
+        env = build(**options)
+    else:
+        known = {key.lower(): key for key in [*PRESETS, *ENVS]}
+        near = [known[key] for key in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)]
+        raise ValueError(
+            f"unknown environment {name!r}; near names: {', '.join(near) or 'none'}; all: "
+            f"{', '.join([*ENVS, *PRESETS])}; or give package.module:Class, path/to/file.py:Class or a "
+            "registered gymnasium id with Text spaces"
+        )
+    steps = (env.spec and env.spec.max_episode_steps) or 10
+    filled = {
+        "instruction": "",
+        "actions": None,
+        "max_turns": steps,
+        "max_actions": steps,
+        "solve": lambda: None,
+    }
+    for attribute, default in filled.items():
+        # gymnasium.make returns a chain of wrappers, which hides the attributes of the environment inside.
+        if not hasattr(env, attribute):
+            setattr(env, attribute, getattr(env.unwrapped, attribute, default))
+    return env
