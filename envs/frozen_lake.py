@@ -145,9 +145,7 @@ class FrozenLake(gymnasium.Env):
         self._lake, self._over, self._text = None, False, None
 
         height, width = (len(desc), len(desc[0])) if desc else (size, size)
-        self.instruction = (
-            f"Walk on a frozen lake of {height} x {width} cells to the goal. Holes end the walk."
-        )
+        self.instruction = f"Walk on a frozen lake of {height} x {width} cells to the goal. Holes end the walk."
         if slippery:
             self.instruction += (
                 f" The ice is slippery: you move where you aim with probability {success_rate:g}, "
@@ -175,9 +173,7 @@ class FrozenLake(gymnasium.Env):
         if options.get("chance_seed") is not None:
             chance_seed = int(options["chance_seed"])
         # Gymnasium's map generator pins start and goal to the corners, so the map is ours and the rest its.
-        self._lake = FrozenLakeEnv(
-            desc=list(self._rows), is_slippery=self._slippery, success_rate=self._success_rate
-        )
+        self._lake = FrozenLakeEnv(desc=list(self._rows), is_slippery=self._slippery, success_rate=self._success_rate)
         start, _ = self._lake.reset(seed=chance_seed)
         self._player = divmod(int(start), len(self._rows[0]))
         self._over, self._text = False, self._describe()

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import ENVS, PRESETS, make
-from envs.bandit import TEST_PAIRS, TRAIN_PAIRS
 from envs.bandit import SPLITS as BANDIT_SPLITS
+from envs.bandit import TEST_PAIRS, TRAIN_PAIRS
 from envs.frozen_lake import FrozenLake
 from envs.sokoban import Sokoban
 
@@ -587,9 +587,7 @@ def test_make_takes_a_registered_id_with_text_spaces():
 
 
 def test_make_refuses_a_registered_id_without_text_spaces():
-    with pytest.raises(
-        ValueError, match=r"FrozenLake-v1 has the space Discrete\(4\), but text goes in and out"
-    ):
+    with pytest.raises(ValueError, match=r"FrozenLake-v1 has the space Discrete\(4\), but text goes in and out"):
         make("FrozenLake-v1")
 
 
@@ -611,7 +609,5 @@ def test_make_refuses_unknown_options_and_names_a_near_one():
 
 def test_importing_envs_imports_no_environment():
     program = "import sys, envs; print([m for m in sys.modules if m.startswith(('envs.', 'gymnasium'))])"
-    process = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
