@@ -37,9 +37,9 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) 
         ids_B = logprobs_BV.argmax(-1)
     else:
         # float64: over 150,000 entries a float32 cumulative sum is off by more than the tail's own mass.
-        cdf_BV = logprobs_BV.double().exp().cumsum(-1)
+        cdf_BV = logprobs_BV.to(uniforms_B.device).double().exp().cumsum(-1)
         ids_B = torch.searchsorted(cdf_BV, uniforms_B[:, None] * cdf_BV[:, -1:], right=True)[:, 0]
-        ids_B = ids_B.clamp(max=logits_BV.shape[-1] - 1)
+        ids_B = ids_B.clamp(max=logits_BV.shape[-1] - 1).to(logits_BV.device)
     return ids_B, logprobs_BV.gather(-1, ids_B[:, None])[:, 0]
 
 
@@ -90,7 +90,10 @@ class HFSampler:
     """
 
     def __init__(self, model, stop_ids: set[int], max_batch_tokens: int = 65_536):
-        kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+        windowed = getattr(model.config, "sliding_window", None) is not None
+        kinds = set(
+            getattr(model.config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"]
+        )
         if kinds != {"full_attention"}:
             raise ValueError(
                 f"HFSampler needs full attention in every layer; {type(model).__name__} has {sorted(kinds)}. "
@@ -136,9 +139,8 @@ class HFSampler:
 
     def _generate_batch(self, prompts, seeds, max_new_tokens, temperature) -> list[Sampled]:
         device = self.model.device
-        uniforms_BT = torch.tensor(
-            np.stack([np.random.default_rng(seed).random(max_new_tokens) for seed in seeds]), device=device
-        )
+        uniforms_BT = torch.tensor(np.stack([np.random.default_rng(seed).random(max_new_tokens) for seed in seeds]))
+        uniforms_BT = uniforms_BT.to("cpu" if device.type == "mps" else device)  # Apple's GPU has no float64
         stop_ids = torch.tensor(self.stop_ids, device=device)
         results = [Sampled([], [], "length") for _ in prompts]
 

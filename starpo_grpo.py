@@ -10,8 +10,6 @@ turns of observation -> <think> thinking </think> <answer> actions </answer> -> 
     policy loss    L_t  = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
     loss           mean over sampled tokens of L_t - ent_coef * entropy_t + kl_coef * KL_t
 
-Differs from starpo_ppo.py in: no critic; the advantages.
-
     python starpo_grpo.py                              a tiny model learns FrozenLake on a laptop CPU
     python starpo_grpo.py --env sokoban                another environment
     accelerate launch starpo_grpo.py --env sokoban --model Qwen/Qwen2.5-3B-Instruct        one GPU
@@ -37,6 +35,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+import jinja2
 import numpy as np
 import torch
 import tyro
@@ -46,6 +45,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 import envs as environments
 import report
@@ -53,6 +53,7 @@ import tiny
 from generation import HFSampler, Sampled
 
 console = Console()
+transformers_logging.disable_progress_bar()
 
 
 # ======================================================================================================================
@@ -82,9 +83,9 @@ class Args:
     """print the first episode of the first update with its trained tokens highlighted"""
 
     # ---- rollout
-    num_groups: int = 8
+    num_groups: int = 16
     """P, groups per update; each has an initial state of its own"""
-    group_size: int = 16
+    group_size: int = 8
     """G, trajectories per group; at least 2, or there is nothing to compare with"""
     max_turns: int | None = None
     """K, turns per trajectory; none: the environment's own"""
@@ -129,7 +130,7 @@ class Args:
 
     # ---- optimisation
     updates: int | None = None
-    """rollout-and-optimise rounds; none: 200, with --model tiny 60"""
+    """rollout-and-optimise rounds; none: 200, with --model tiny 40"""
     epochs: int = 1
     """passes over the trajectories of an update"""
     minibatch_size: int = 32
@@ -137,7 +138,7 @@ class Args:
     microbatch_tokens: int = 4096
     """rows x tokens of one forward pass: memory and speed, the gradient does not depend on it"""
     learning_rate: float | None = None
-    """AdamW; none: 1e-6, with --model tiny 5e-4"""
+    """AdamW; none: 1e-6, with --model tiny 1e-3"""
     lr_warmup: int = 0
     """optimizer steps of linear warm-up; 0: none"""
     weight_decay: float = 0.01
@@ -205,8 +206,7 @@ def max_actions(env, args: Args) -> int:
     return args.max_actions or env.max_actions
 
 
-RESPONSE = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+BETWEEN = re.compile(r"</think>\s*<answer>")
 TAGS = re.compile(r"</?(?:think|answer)>")
 
 
@@ -216,12 +216,17 @@ def parse_response(text: str, separator: str | None = "||", max_actions: int = 2
     The first well-formed pair of elements counts, case-sensitive, with nothing but white space between them; text
     around it is ignored. Missing tags: no actions, valid False. `separator` None: the answer is one action, whole.
     """
-    match = (RESPONSE if think else ANSWER).search(text)
-    if match is None:
+    # By steps, not by one pattern: backtracking over a thousand repeated tags, as a collapsed policy writes them, takes
+    # minutes.
+    start = text.find("<think>" if think else "<answer>")
+    between = BETWEEN.search(text, start) if think and start >= 0 else None
+    answer_start = start + len("<answer>") if not think else between.end() if between else -1
+    end = text.find("</answer>", answer_start) if start >= 0 and answer_start >= 0 else -1
+    if end < 0:
         return ParsedResponse("", [], False)
-    thinking, answer = match.groups() if think else ("", match.group(1))
     # A stray tag inside an element is removed: "<think>a</think>b</think>" is one thought.
-    thinking, answer = TAGS.sub("", thinking).strip(), TAGS.sub("", answer).strip()
+    thinking = TAGS.sub("", text[start : between.start()]).strip() if think else ""
+    answer = TAGS.sub("", text[answer_start:end]).strip()
     pieces = [answer] if separator is None else [piece.strip() for piece in answer.split(separator)]
     return ParsedResponse(thinking, [piece for piece in pieces if piece][:max_actions], True)
 
@@ -229,9 +234,13 @@ def parse_response(text: str, separator: str | None = "||", max_actions: int = 2
 # ======================================================================================================================
 # 3  Chat template: text becomes tokens once, and only at the end of the list
 # ======================================================================================================================
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+def render(tokenizer, messages: list[dict], args: Args, add_generation_prompt: bool = True) -> list[int]:
     return tokenizer.apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+        messages,
+        tokenize=True,
+        add_generation_prompt=add_generation_prompt,
+        return_dict=False,
+        enable_thinking=args.think,  # read by the templates of Qwen3 and its kin, ignored by others
     )
 
 
@@ -245,26 +254,40 @@ def prefill(tokenizer, ids: list[int], args: Args) -> list[int]:
 
 def first_prompt(tokenizer, system: str, user: str, args: Args) -> list[int]:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return prefill(tokenizer, render(tokenizer, messages), args)
+    return prefill(tokenizer, render(tokenizer, messages, args), args)
 
 
-def next_prompt(tokenizer, user: str, args: Args, history: int = 1) -> list[int]:
-    """Token ids from the end of one response to the start of the next: closing tokens, user turn, assistant header.
+REPLY = "ok"
 
-    Taken from a dummy conversation of `history` exchanges, so that a template which rewrites earlier turns (Qwen3
-    drops old thinking) never touches the real one. Raises: ValueError where what follows a response cannot be told.
-    """
-    reply = "ok"
-    dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}] * history
-    before = render(tokenizer, dummy[:-1], add_generation_prompt=False)
-    after = render(tokenizer, [*dummy, {"role": "user", "content": user}])
-    reply_ids = tokenizer.encode(reply, add_special_tokens=False)
+
+def dummy(exchanges: int) -> list[dict]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}] * exchanges
+
+
+def up_to_reply(tokenizer, args: Args, exchanges: int = 1) -> list[int]:
+    """Token ids of a dummy conversation up to the end of its last response. Raises: ValueError where it has no such."""
+    before = render(tokenizer, dummy(exchanges)[:-1], args, add_generation_prompt=False)
+    after = render(tokenizer, [*dummy(exchanges), {"role": "user", "content": "?"}], args)
+    reply = tokenizer.encode(REPLY, add_special_tokens=False)
     if after[: len(before)] != before:
         raise ValueError("it changes earlier messages when a message is added")
-    starts = [i for i in range(len(before), len(after)) if after[i : i + len(reply_ids)] == reply_ids]
-    if not starts:
-        raise ValueError("it changes the text of a response, or drops it")
-    return prefill(tokenizer, after[starts[0] + len(reply_ids) :], args)
+    for start in range(len(before), len(after)):
+        if after[start : start + len(reply)] == reply:
+            return after[: start + len(reply)]
+    raise ValueError("it changes the text of a response, or drops it")
+
+
+def next_prompt(tokenizer, user: str, args: Args, exchanges: int = 1) -> list[int]:
+    """Token ids from the end of one response to the start of the next: closing tokens, user turn, assistant header.
+
+    Cut from a dummy conversation, so that a template which rewrites earlier turns (Qwen3 drops old thinking) never
+    touches the real one. Raises: ValueError where what follows a response cannot be told.
+    """
+    head = up_to_reply(tokenizer, args, exchanges)
+    ids = render(tokenizer, [*dummy(exchanges), {"role": "user", "content": user}], args)
+    if ids[: len(head)] != head:
+        raise ValueError("it changes earlier messages when a message is added")
+    return prefill(tokenizer, ids[len(head) :], args)
 
 
 def check_template(tokenizer, stop_ids: set[int], args: Args):
@@ -274,7 +297,10 @@ def check_template(tokenizer, stop_ids: set[int], args: Args):
     refusal = f"--model {args.model}: its chat template cannot be used over several turns, because "
     remedy = "; take another model, or set tokenizer.chat_template to one that only appends"
     try:
-        once, twice = next_prompt(tokenizer, "look", args), next_prompt(tokenizer, "look", args, history=2)
+        first_prompt(tokenizer, "system", "look", args)
+        once, twice = next_prompt(tokenizer, "look", args), next_prompt(tokenizer, "look", args, exchanges=2)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{refusal}it refuses a system message or an exchange ({error}){remedy}") from error
     except ValueError as error:
         raise ValueError(refusal + str(error) + remedy) from error
     if once != twice:
@@ -282,6 +308,20 @@ def check_template(tokenizer, stop_ids: set[int], args: Args):
     if once[0] not in stop_ids:
         name = tokenizer.convert_ids_to_tokens(once[0])
         raise ValueError(refusal + f"a response is closed by {name!r}, which is no stop token of the model" + remedy)
+    if not args.think and "<think>" in tokenizer.decode(once[-8:]) and "</think>" not in tokenizer.decode(once[-8:]):
+        raise ValueError(f"--model {args.model}: its chat template opens a thought itself; leave out --no-think")
+
+
+def check_room(env, tokenizer, args: Args):
+    """Refuses a context in which not even the first response has room. Raises: ValueError with the lengths."""
+    observation, _ = env.reset(seed=VAL_SEED)
+    user = user_message(1, observation, max_actions(env, args), None, "")
+    prompt = len(first_prompt(tokenizer, system_prompt(env, args), user, args))
+    if prompt + args.max_new_tokens > args.max_model_len:
+        raise ValueError(
+            f"max_model_len {args.max_model_len} has no room for a first prompt of {prompt} tokens and a response of "
+            f"max_new_tokens {args.max_new_tokens}; try --max-model-len {2 * (prompt + args.max_new_tokens)}"
+        )
 
 
 # ======================================================================================================================
@@ -390,7 +430,8 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
     trajectory.num_actions += len(played)
     trajectory.rewards.append(reward)
     trajectory.penalties.append(args.format_penalty if malformed else 0.0)
-    trajectory.success = bool(info.get("success", False))
+    if played:
+        trajectory.success = bool(info.get("success", False))
     trajectory.turns[-1] |= {
         "response": text,
         "actions": played,
@@ -467,6 +508,15 @@ def microbatches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 # ======================================================================================================================
 # 6  Advantages
 # ======================================================================================================================
+def dead_groups(returns_PG: np.ndarray) -> np.ndarray:
+    """(P,) bool: whether all returns of a group are equal, up to the rounding of a sum of rewards.
+
+    Such a group says nothing: R - mean is rounding error, which division by a tiny std would turn into a signal.
+    """
+    spread_P = returns_PG.max(1) - returns_PG.min(1)
+    return spread_P <= 1e-9 * np.abs(returns_PG).max(1)
+
+
 def group_advantages(returns_PG: np.ndarray, normalize: str = "std") -> np.ndarray:
     """Advantages (P, G), float64: std (R - mean) / (std + 1e-6) with ddof 1; none R - mean; rloo G/(G-1) (R - mean).
 
@@ -487,9 +537,7 @@ def group_advantages(returns_PG: np.ndarray, normalize: str = "std") -> np.ndarr
         advantages_PG /= returns_PG.std(1, ddof=1, keepdims=True) + 1e-6
     elif normalize == "rloo":
         advantages_PG *= group_size / (group_size - 1)
-    # Equal returns: R - mean is rounding error, which a tiny std would turn into a signal.
-    dead_P = returns_PG.max(1) == returns_PG.min(1)
-    return np.where(dead_P[:, None], 0.0, advantages_PG)
+    return np.where(dead_groups(returns_PG)[:, None], 0.0, advantages_PG)
 
 
 # ======================================================================================================================
@@ -576,12 +624,13 @@ POLICY_METRICS = (
 
 
 @torch.no_grad()
-def score(model, trajectories: list[Trajectory], args: Args, device) -> list[torch.Tensor]:
+def score(model, trajectories: list[Trajectory], args: Args, accelerator) -> list[torch.Tensor]:
     """Log-probs (S,) of each trajectory under `model` as it is now."""
     logprobs: list[torch.Tensor] = [torch.empty(0)] * len(trajectories)
     for rows in microbatches([len(t.ids) for t in trajectories], args.microbatch_tokens):
-        ids_BT, attention_mask_BT, loss_mask_BS = pad([trajectories[i] for i in rows], device)
-        logprobs_BS, _ = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
+        ids_BT, attention_mask_BT, loss_mask_BS = pad([trajectories[i] for i in rows], accelerator.device)
+        with accelerator.autocast():
+            logprobs_BS, _ = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
         for i, row in zip(rows, logprobs_BS, strict=True):
             logprobs[i] = row[: len(trajectories[i].ids) - 1]
     return logprobs
@@ -592,7 +641,7 @@ def sampler_gap(trajectories: list[Trajectory], logprobs: list[torch.Tensor]) ->
     masks = [torch.tensor(t.loss_mask[1:], dtype=torch.bool) for t in trajectories]
     trainer_M = torch.cat([row.cpu()[mask] for row, mask in zip(logprobs, masks, strict=True)])
     sampler_M = torch.cat([torch.tensor(t.sampler_logprobs[1:])[m] for t, m in zip(trajectories, masks, strict=True)])
-    gap_M = trainer_M - sampler_M
+    gap_M = trainer_M - sampler_M if len(trainer_M) else torch.tensor([float("nan")])
     return {
         "sampler/gap_mean": gap_M.abs().mean().item(),
         "sampler/gap_max": gap_M.abs().max().item(),
@@ -608,8 +657,8 @@ def optimise(
     counts steps, and `notes` says why a metric is NaN."""
     device = accelerator.device
     # The ratio is taken against the trainer's own log-probs: a sampler's kernels differ, and it would not start at 1.
-    old_logprobs = score(policy, trajectories, args, device)
-    ref_logprobs = score(ref_policy, trajectories, args, device) if ref_policy is not None else None
+    old_logprobs = score(policy, trajectories, args, accelerator)
+    ref_logprobs = score(ref_policy, trajectories, args, accelerator) if ref_policy is not None else None
     metrics = sampler_gap(trajectories, old_logprobs)
 
     returns_B = np.array([sum(t.rewards) + sum(t.penalties) for t in trajectories])
@@ -631,7 +680,8 @@ def optimise(
         order = np.random.default_rng(address(args.seed, SHUFFLE, update, epoch)).permutation(len(trajectories))
         for minibatch in np.split(order, len(order) // args.minibatch_size):
             chosen = [trajectories[i] for i in minibatch]
-            num_tokens, num_sequences = sum(sum(t.loss_mask) for t in chosen), len(chosen)
+            num_tokens = sum(sum(t.loss_mask) for t in chosen)
+            num_sequences = sum(any(t.loss_mask) for t in chosen)
             totals: Counter = Counter()
             for rows in microbatches([len(t.ids) for t in chosen], args.microbatch_tokens):
                 rows = [minibatch[i] for i in rows]
@@ -719,7 +769,7 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         metrics |= {
             f"pass@{group_size}": mean(successes_PG.any(1)),
             "in_group_std": mean(returns_PG.std(1, ddof=1)),
-            "dead_groups": mean(returns_PG.max(1) == returns_PG.min(1)),
+            "dead_groups": mean(dead_groups(returns_PG)),  # whose returns are all equal
         }
     for name in sorted({name for turn in turns for name in turn["info"]} - {"success"}):
         metrics[f"info/{name}"] = mean([turn["info"][name] for turn in turns if name in turn["info"]])
@@ -825,7 +875,7 @@ def print_trajectory(trajectory: Trajectory, tokenizer):
 # 10  Main
 # ======================================================================================================================
 def refuse(message: str):
-    console.print(Text(f"error: {message}", style="red"))
+    console.print(Text(f"error: {message}", style="red"), soft_wrap=True)
     raise SystemExit(2)
 
 
@@ -833,9 +883,9 @@ def derive(args: Args) -> Args:
     """The arguments with those that depend on others filled in."""
     args = copy.copy(args)
     small = args.model == "tiny"
-    args.updates = args.updates if args.updates is not None else (60 if small else 200)
+    args.updates = args.updates if args.updates is not None else (40 if small else 200)
     args.max_new_tokens = args.max_new_tokens if args.max_new_tokens is not None else (24 if small else 400)
-    args.learning_rate = args.learning_rate if args.learning_rate is not None else (5e-4 if small else 1e-6)
+    args.learning_rate = args.learning_rate if args.learning_rate is not None else (1e-3 if small else 1e-6)
     return args
 
 
@@ -867,7 +917,7 @@ def check(args: Args, env):
     rules += [
         ("group_size", args.group_size >= 2, "must be at least 2: a trajectory is judged against others of its group"),
         ("temperature", args.temperature > 0, "must be above 0: at 0 nothing is explored; try 1.0"),
-        ("learning_rate", args.learning_rate > 0, "must be above 0; try 1e-6 for a language model, 5e-4 for tiny"),
+        ("learning_rate", args.learning_rate > 0, "must be above 0; try 1e-6 for a language model, 1e-3 for tiny"),
         ("max_grad_norm", args.max_grad_norm > 0, "must be above 0; try 1.0"),
         ("clip_low", 0 <= args.clip_low < 1, "must be in [0, 1); try 0.2"),
         ("dual_clip", args.dual_clip == 0 or args.dual_clip > 1, "must be above 1, or 0 for off; try 3.0"),
@@ -974,6 +1024,7 @@ def main(args: Args):
     stop_ids = stop_tokens(policy, tokenizer)
     try:
         check_template(tokenizer, stop_ids, args)
+        check_room(probe, tokenizer, args)
     except ValueError as error:
         refuse(str(error))
     ref_policy = None
@@ -985,14 +1036,8 @@ def main(args: Args):
     sampler = HFSampler(accelerator.unwrap_model(policy, keep_fp32_wrapper=True), stop_ids, args.sampler_tokens)
 
     # ---- run folder
-    state = {
-        "update": 0,
-        "optimizer_steps": 0,
-        "tokens": 0,
-        "skipped_updates": 0,
-        "nonfinite_in_a_row": 0,
-        "seconds": 0.0,
-    }
+    counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row seconds"
+    state = dict.fromkeys(counters.split(), 0)  # in every checkpoint, together with the optimizer
     if not args.resume:
         name = re.sub(r"\W+", "-", args.env).strip("-")
         run_dir = Path(args.run_root) / f"{name}-grpo-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -1016,7 +1061,7 @@ def main(args: Args):
         if stopping:
             raise KeyboardInterrupt
         stopping.append(signum)
-        console.print("\n[yellow]stopping after this update (Ctrl-C again: at once)[/]")
+        console.print("[yellow]stopping after this update; Ctrl-C again: at once, back to the last checkpoint[/]")
 
     previous_handler = signal.signal(signal.SIGINT, on_interrupt)
     progress = Progress(
@@ -1089,9 +1134,10 @@ def main(args: Args):
         tracker.finish()
     report.curves(run_dir)
     if stopping and update < args.updates:
-        console.print(f"stopped at update {update}; go on with: python {Path(__file__).name} --resume {run_dir}")
+        message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:
-        console.print(f"done in {(time.time() - started) / 60:.1f} minutes: {run_dir}/curves.png")
+        message = f"done in {(time.time() - started) / 60:.1f} minutes: {run_dir}/curves.png"
+    console.print(message, soft_wrap=True, highlight=False)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -1117,4 +1163,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        raise SystemExit(
+            "interrupted; a run that had begun goes on from its last checkpoint with --resume RUN"
+        ) from None

@@ -12,6 +12,7 @@ architecture, and the token ids of the first demonstrations, in which prompt, en
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from generation import Sampled
 
 SEED = 0
-# The teacher plays a turn at random with this probability: first while the model learns to read, then to leave it bad.
-NOISE_SINGLE, NOISE_WHOLE = 0.3, 0.75
-STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE = 120, 64, 3e-3, 0.02
+# The teacher plays a turn at random with this probability; more often at last, so that the model is left playing badly.
+NOISE, LAST_NOISE = 0.3, 0.85
+STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE = 150, 64, 3e-3, 0.02
 WORDS = ["Go", "Try", "Move", "Take"]  # a thought opens with any of them, so that the policy starts with some entropy
 
 CHAT_TEMPLATE = (
@@ -134,11 +135,12 @@ def imitate(model, play: Callable, teacher: Callable, steps: int, progress: bool
     ]
     losses, rows, batches, whole = [], [], 0, False
     for step in track(range(steps), description="warm start", disable=not progress):
-        if not whole and step >= 0.6 * steps:
+        noise = LAST_NOISE if step >= 0.8 * steps else NOISE
+        if (not whole and step >= 0.6 * steps) or step == math.ceil(0.8 * steps):
             rows, whole = [], True
         size = TURNS_PER_STEP // 3 if whole else TURNS_PER_STEP  # about three turns an episode
         while len(rows) < size:
-            episodes = play(teacher(NOISE_WHOLE if whole else NOISE_SINGLE), batches)
+            episodes = play(teacher(noise), batches)
             batches += 1
             rows += [(t.ids, t.loss_mask) for t in episodes] if whole else single_turns(episodes)
             if not rows:
@@ -168,8 +170,8 @@ def load(envs: list, args, texts: list[str], play: Callable, console):
     def teacher(noise: float) -> Callable:
         return noisy_solver(envs, tokenizer, args, noise)
 
-    demonstrations = [t.ids for t in play(teacher(NOISE_SINGLE), tokenizer, 0)[:64]]
-    recipe = (SEED, NOISE_SINGLE, NOISE_WHOLE, STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE)
+    demonstrations = [t.ids for t in play(teacher(NOISE), tokenizer, 0)[:64]]
+    recipe = (SEED, NOISE, LAST_NOISE, STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE)
     key = hashlib.sha256(f"{recipe} {model.config.to_json_string()} {demonstrations}".encode()).hexdigest()[:16]
     cached = Path(os.environ.get("STARPO_CACHE", Path.home() / ".cache/starpo")) / f"tiny-{key}.safetensors"
     if cached.exists():

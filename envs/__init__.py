@@ -38,6 +38,7 @@ PRESETS = {
     "SlipperyFrozenLake": ("frozen_lake", {"slippery": True, "success_rate": 0.8}),
     "Bandit": ("bandit", {"split": "train"}),
     "BanditTest": ("bandit", {"split": "test"}),
+    "BanditReversed": ("bandit", {"split": "test", "swap_names": True}),
 }
 
 

@@ -47,6 +47,8 @@ class Bandit(gymnasium.Env):
     Safe arm: `low_reward` (0.1), always. Risky arm: `high_reward` (1.0) with probability `high_prob` (0.25),
     else `high_miss_reward` (0.0), a mean of 0.25. Text that names neither arm: 0.0, and no pull is used up.
 
+    `swap_names=True` turns the hint around: the name that sounds safe stands for the arm with the risky payout.
+
     ## End
     `terminated` after the pull; a success when it was the risky arm, whatever it paid. Never `truncated`.
 
@@ -71,6 +73,7 @@ class Bandit(gymnasium.Env):
         high_reward=1.0,
         high_prob=0.25,
         high_miss_reward=0.0,
+        swap_names=False,
         max_turns=1,
         max_actions=1,
         render_mode=None,
@@ -85,7 +88,7 @@ class Bandit(gymnasium.Env):
         if render_mode not in (None, "ansi"):
             raise ValueError(f"render_mode must be None or 'ansi', got {render_mode!r}; none is drawn")
         self.max_turns, self.max_actions, self.render_mode = max_turns, max_actions, render_mode
-        self._pairs = SPLITS[split]
+        self._pairs = [pair[::-1] for pair in SPLITS[split]] if swap_names else SPLITS[split]
         self._low, self._high = float(low_reward), float(high_reward)
         self._miss, self._prob = float(high_miss_reward), high_prob
         self.actions, self._text, self._over = (), None, False

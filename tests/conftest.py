@@ -2,12 +2,9 @@
 that do as they are told and write down what they were asked."""
 
 import os
-import sys
-from pathlib import Path
 
 # Before transformers is imported: it reads this once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
@@ -159,10 +156,6 @@ def scored(ids: list[int], finish_reason: str) -> Sampled:
 def respond(*actions: str) -> str:
     """What is sampled after the prefilled <think>."""
     return f"go</think><answer>{' || '.join(actions)}</answer>"
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than five seconds")
 
 
 @pytest.fixture(scope="session", autouse=True)

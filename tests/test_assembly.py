@@ -4,7 +4,6 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import QWEN, TEMPLATES, Corridor, Script, make_args, make_tokenizer, make_trajectory, respond, scored
 
 from envs.frozen_lake import FrozenLake
@@ -191,13 +190,12 @@ def test_stop_tokens_takes_one_id_or_none_from_the_model(tokenizer):
 def test_padding_never_counts_as_sampled_when_no_stop_token_came():
     cut = make_trajectory([[5, 6], [9, 9, 9, 9]])
     longer = make_trajectory([[5, 6], [9, 9, 9, 9], [7] * 5])
-    ids_BT, attention_mask_BT, loss_mask_BS, sampler_logprobs_BS = pad([cut, longer], "cpu")
+    ids_BT, attention_mask_BT, loss_mask_BS = pad([cut, longer], "cpu")
     assert loss_mask_BS.sum(1).tolist() == [4, 4]
     assert attention_mask_BT.sum(1).tolist() == [6, 11]
     assert ids_BT[0].tolist() == [5, 6, 9, 9, 9, 9, 0, 0, 0, 0, 0]
     # Index s belongs to the token at s + 1.
     assert loss_mask_BS[0].tolist() == [0, 1, 1, 1, 1, 0, 0, 0, 0, 0]
-    assert torch.equal(sampler_logprobs_BS, -loss_mask_BS)
 
 
 def test_turn_ids_name_the_turn_in_which_a_token_was_appended(each_tokenizer):
@@ -240,13 +238,17 @@ def test_template_that_cannot_be_appended_to_is_refused_with_the_reason(reason, 
     assert f"because {reason}; take another model" in str(error.value)
 
 
-@pytest.mark.xfail(
-    reason="the dummy reply 'ok' is found in the spelt-out word 'look' of the next user message", strict=True
-)
 def test_template_that_drops_responses_is_refused_when_words_are_spelt_in_bytes():
     template = changed(CONTENT, "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% endif %}")
     tokenizer = make_tokenizer(template, words=[])
     with pytest.raises(ValueError, match="it changes the text of a response, or drops it"):
+        check_template(tokenizer, {tokenizer.eos_token_id}, make_args())
+
+
+def test_template_without_a_system_role_is_refused():
+    role = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    tokenizer = make_tokenizer(role + QWEN)
+    with pytest.raises(ValueError, match="System role not supported"):
         check_template(tokenizer, {tokenizer.eos_token_id}, make_args())
 
 

@@ -611,3 +611,15 @@ def test_importing_envs_imports_no_environment():
     program = "import sys, envs; print([m for m in sys.modules if m.startswith(('envs.', 'gymnasium'))])"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"
+
+
+def test_bandit_reversed_pays_the_risky_reward_under_the_safe_name():
+    plain, swapped = make("BanditTest"), make("BanditReversed")
+    plain.reset(seed=5)
+    swapped.reset(seed=5)
+    assert set(plain.actions) == set(swapped.actions)
+    (risky,), (safe_sounding,) = plain.solve(), swapped.solve()
+    assert risky != safe_sounding
+    assert swapped.step(risky)[1] == 0.1
+    swapped.reset(seed=5)
+    assert swapped.step(safe_sounding)[4]["success"]

