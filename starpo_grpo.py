@@ -8,14 +8,15 @@ turns of observation -> <think> thinking </think> <answer> actions </answer> -> 
     advantage      A_i  = (R_i - mean_group R) / (std_group R + 1e-6), the same on every sampled token of trajectory i
     ratio          r_t  = exp(logprob_t - old_logprob_t)
     policy loss    L_t  = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
-    loss           mean over sampled tokens of L_t - ent_coef * entropy_t + kl_coef * KL_t
+    loss           L_t - ent_coef * entropy_t + kl_coef * KL_t, averaged over the sampled tokens of a minibatch
 
     python starpo_grpo.py                              a tiny model learns FrozenLake on a laptop CPU
     python starpo_grpo.py --env sokoban                another environment
     accelerate launch starpo_grpo.py --env sokoban --model Qwen/Qwen2.5-3B-Instruct        one GPU
 
-Shapes: P groups, G group size, B = P*G trajectories, K turns, T tokens, S = T-1 next-token positions (index s predicts
-token s+1), C columns of S in which something was sampled, M sampled tokens, V vocabulary.
+Shapes: P groups, G group size, B trajectories (P*G of them, or those of a microbatch), K turns, T tokens, S = T-1
+next-token positions (index s predicts token s+1), C columns of S in which something was sampled, M sampled tokens, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -31,10 +33,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
+import gymnasium
 import jinja2
 import numpy as np
 import torch
@@ -70,11 +73,11 @@ class Args:
     model: str = "tiny"
     """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
     seed: int = 1
-    """every draw of a run has its address under this seed"""
+    """of training; validation and the warm start of tiny have fixed seeds of their own"""
     run_root: str = "runs"
     """where run folders are made"""
     resume: str | None = None
-    """a run folder to go on with; its arguments are taken over, only --updates and --track may differ"""
+    """a run folder to go on with; its arguments are taken over, only --updates and tracking may differ"""
     track: bool = False
     """also log to Weights & Biases (offline where there is no account or network)"""
     wandb_project: str = "starpo"
@@ -106,7 +109,7 @@ class Args:
     temperature: float = 1.0
     """of sampling in training; the trained log-probs are those at this temperature"""
     sampler_tokens: int = 65_536
-    """rows x tokens that the sampler holds in one batch: its memory"""
+    """rows x tokens of the sampler's batch; the keys and values that it keeps between turns take as much again"""
 
     # ---- algorithm
     normalize: Literal["std", "none", "rloo"] = "std"
@@ -183,10 +186,13 @@ def system_prompt(env, args: Args) -> str:
     if env.actions is not None:
         example = f" {args.separator} ".join(["action"] * args.max_actions_per_turn)
         several = f", up to {args.max_actions_per_turn} a turn" if args.max_actions_per_turn > 1 else ""
-        lines.append(f"Actions: {', '.join(env.actions)}; {max_actions(env, args)} in all{several}.")
+        lines.append(f"Actions: {', '.join(env.actions)}; {args.max_actions} in all{several}.")
     think = "<think>your thoughts</think>" if args.think else ""
     lines.append(f"Answer in this form: {think}<answer>{example}</answer>")
     return "\n".join(line for line in lines if line)
+
+
+NOTICE = "No valid action was given, the state is unchanged."
 
 
 def user_message(turn: int, observation: str, actions_left: int, reward: float | None, notice: str) -> str:
@@ -196,14 +202,6 @@ def user_message(turn: int, observation: str, actions_left: int, reward: float |
         lines.append(notice)
     lines.append(f"Turn {turn}, {actions_left} actions left.")
     return "\n".join([*lines, observation])
-
-
-def max_turns(env, args: Args) -> int:
-    return args.max_turns or env.max_turns
-
-
-def max_actions(env, args: Args) -> int:
-    return args.max_actions or env.max_actions
 
 
 BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -218,15 +216,17 @@ def parse_response(text: str, separator: str | None = "||", max_actions: int = 2
     """
     # By steps, not by one pattern: backtracking over a thousand repeated tags, as a collapsed policy writes them, takes
     # minutes.
+    nothing = ParsedResponse("", [], False)
     start = text.find("<think>" if think else "<answer>")
     between = BETWEEN.search(text, start) if think and start >= 0 else None
-    answer_start = start + len("<answer>") if not think else between.end() if between else -1
-    end = text.find("</answer>", answer_start) if start >= 0 and answer_start >= 0 else -1
-    if end < 0:
-        return ParsedResponse("", [], False)
+    if start < 0 or (think and between is None):
+        return nothing
+    thinking = text[start : between.start()] if think else ""
+    answer, closed, _ = text[between.end() if think else start + len("<answer>") :].partition("</answer>")
+    if not closed:
+        return nothing
     # A stray tag inside an element is removed: "<think>a</think>b</think>" is one thought.
-    thinking = TAGS.sub("", text[start : between.start()]).strip() if think else ""
-    answer = TAGS.sub("", text[answer_start:end]).strip()
+    thinking, answer = TAGS.sub("", thinking).strip(), TAGS.sub("", answer).strip()
     pieces = [answer] if separator is None else [piece.strip() for piece in answer.split(separator)]
     return ParsedResponse(thinking, [piece for piece in pieces if piece][:max_actions], True)
 
@@ -264,30 +264,21 @@ def dummy(exchanges: int) -> list[dict]:
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}] * exchanges
 
 
-def up_to_reply(tokenizer, args: Args, exchanges: int = 1) -> list[int]:
-    """Token ids of a dummy conversation up to the end of its last response. Raises: ValueError where it has no such."""
-    before = render(tokenizer, dummy(exchanges)[:-1], args, add_generation_prompt=False)
-    after = render(tokenizer, [*dummy(exchanges), {"role": "user", "content": "?"}], args)
-    reply = tokenizer.encode(REPLY, add_special_tokens=False)
-    if after[: len(before)] != before:
-        raise ValueError("it changes earlier messages when a message is added")
-    for start in range(len(before), len(after)):
-        if after[start : start + len(reply)] == reply:
-            return after[: start + len(reply)]
-    raise ValueError("it changes the text of a response, or drops it")
-
-
 def next_prompt(tokenizer, user: str, args: Args, exchanges: int = 1) -> list[int]:
     """Token ids from the end of one response to the start of the next: closing tokens, user turn, assistant header.
 
     Cut from a dummy conversation, so that a template which rewrites earlier turns (Qwen3 drops old thinking) never
     touches the real one. Raises: ValueError where what follows a response cannot be told.
     """
-    head = up_to_reply(tokenizer, args, exchanges)
+    before = render(tokenizer, dummy(exchanges)[:-1], args, add_generation_prompt=False)
     ids = render(tokenizer, [*dummy(exchanges), {"role": "user", "content": user}], args)
-    if ids[: len(head)] != head:
+    reply = tokenizer.encode(REPLY, add_special_tokens=False)
+    if ids[: len(before)] != before:
         raise ValueError("it changes earlier messages when a message is added")
-    return prefill(tokenizer, ids[len(head) :], args)
+    for end in range(len(before) + len(reply), len(ids) + 1):
+        if ids[end - len(reply) : end] == reply:
+            return prefill(tokenizer, ids[end:], args)
+    raise ValueError("it changes the text of a response, or drops it")
 
 
 def check_template(tokenizer, stop_ids: set[int], args: Args):
@@ -298,7 +289,8 @@ def check_template(tokenizer, stop_ids: set[int], args: Args):
     remedy = "; take another model, or set tokenizer.chat_template to one that only appends"
     try:
         first_prompt(tokenizer, "system", "look", args)
-        once, twice = next_prompt(tokenizer, "look", args), next_prompt(tokenizer, "look", args, exchanges=2)
+        # The probe must not hold the dummy reply, or a template that drops responses would seem to keep it.
+        once, twice = next_prompt(tokenizer, "?", args), next_prompt(tokenizer, "?", args, exchanges=2)
     except jinja2.TemplateError as error:
         raise ValueError(f"{refusal}it refuses a system message or an exchange ({error}){remedy}") from error
     except ValueError as error:
@@ -315,7 +307,7 @@ def check_template(tokenizer, stop_ids: set[int], args: Args):
 def check_room(env, tokenizer, args: Args):
     """Refuses a context in which not even the first response has room. Raises: ValueError with the lengths."""
     observation, _ = env.reset(seed=VAL_SEED)
-    user = user_message(1, observation, max_actions(env, args), None, "")
+    user = user_message(1, observation, args.max_actions, None, "")
     prompt = len(first_prompt(tokenizer, system_prompt(env, args), user, args))
     if prompt + args.max_new_tokens > args.max_model_len:
         raise ValueError(
@@ -387,24 +379,22 @@ def rollout(
         env = envs[index]
         observation, _ = env.reset(seed=start, options={"chance_seed": chance})
         trajectory = Trajectory(index, group, member)
-        user = user_message(1, observation, max_actions(env, args), None, "")
+        user = user_message(1, observation, args.max_actions, None, "")
         trajectory.append(first_prompt(tokenizer, system_prompt(env, args), user, args), turn=0)
         trajectory.turns.append({"user": user, "observation": observation})
         trajectories.append(trajectory)
 
-    active = trajectories
-    for turn in range(max_turns(envs[0], args)):
-        for trajectory in active:
-            if len(trajectory.ids) + args.max_new_tokens > args.max_model_len:
+    for turn in range(args.max_turns):
+        for trajectory in trajectories:
+            if not trajectory.ended and len(trajectory.ids) + args.max_new_tokens > args.max_model_len:
                 trajectory.ended = "context"
-        active = [t for t in active if not t.ended]
+        active = [t for t in trajectories if not t.ended]
         if not active:
             break
         seeds = [address(seed, SAMPLE, update, t.group, t.member, turn) for t in active]
         for trajectory, sampled in zip(active, generate(active, seeds), strict=True):
             trajectory.append(sampled.token_ids, turn, sampled.logprobs)
             play_turn(envs[trajectory.index], trajectory, sampled, tokenizer, turn, args)
-        active = [t for t in active if not t.ended]
     return trajectories
 
 
@@ -419,12 +409,12 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
     actions = parsed.actions if free_text else [names[a.lower()] for a in parsed.actions if a.lower() in names]
     malformed = not actions or len(actions) < len(parsed.actions)
 
-    budget = max_actions(env, args)
-    reward, terminated, truncated, info, played = 0.0, False, False, {}, []
-    for action in actions[: budget - trajectory.num_actions]:
+    reward, terminated, truncated, info, played, effective = 0.0, False, False, {}, [], False
+    for action in actions[: args.max_actions - trajectory.num_actions]:
         observation, action_reward, terminated, truncated, info = env.step(action)
         reward += float(action_reward)
         played.append(action)
+        effective = effective or bool(info.get("action_is_effective", False))
         if terminated or truncated:
             break
     trajectory.num_actions += len(played)
@@ -438,24 +428,24 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
         "reward": reward,
         "penalty": trajectory.penalties[-1],
         "valid": not malformed,
-        "effective": bool(info.get("action_is_effective", False)),
+        "effective": effective,
         "tokens": len(sampled.token_ids),
         "finish_reason": sampled.finish_reason,
         "info": {k: v for k, v in info.items() if isinstance(v, int | float)},
     }
     if terminated or truncated:
         trajectory.ended = "done"
-    elif trajectory.num_actions >= budget:
+    elif trajectory.num_actions >= args.max_actions:
         trajectory.ended = "actions"
-    elif turn + 1 >= max_turns(env, args):
+    elif turn + 1 >= args.max_turns:
         trajectory.ended = "turns"
     if trajectory.ended:
         return
 
-    notice = "" if actions else "No valid action was given, the state is unchanged."
+    notice = "" if actions else NOTICE
     if not played:
         observation = trajectory.turns[-1]["observation"]
-    user = user_message(turn + 2, observation, budget - trajectory.num_actions, reward, notice)
+    user = user_message(turn + 2, observation, args.max_actions - trajectory.num_actions, reward, notice)
     suffix = next_prompt(tokenizer, user, args)
     # The suffix starts with the token that closes a response; most responses were sampled with it.
     trajectory.append(suffix[1:] if sampled.token_ids[-1:] == suffix[:1] else suffix, turn + 1)
@@ -605,13 +595,12 @@ def kl_loss(
 ) -> torch.Tensor:
     """Per-token KL (B, S) whose mean gradient over samples is the gradient of KL(policy || ref_policy).
 
-    The tokens were drawn from the policy, so their probabilities move too: without the ratio, k1 has no gradient on
-    average and k3 that of the reverse divergence. k2 has the right one as it stands: d * grad(logprob).
+    The tokens were drawn from the old policy, so the estimates are weighted by the ratio. For k1 and k3 its own
+    gradient counts: without it k1 has none on average, and k3 that of the reverse divergence. k2 has the right one as
+    it stands, d * grad(logprob).
     """
-    kl_BS = kl_estimate(logprobs_BS, ref_logprobs_BS, estimator)
-    if estimator == "k2":
-        return kl_BS
-    return (logprobs_BS - old_logprobs_BS).clamp(-20, 20).exp() * kl_BS
+    ratio_BS = (logprobs_BS - old_logprobs_BS).clamp(-20, 20).exp()
+    return (ratio_BS.detach() if estimator == "k2" else ratio_BS) * kl_estimate(logprobs_BS, ref_logprobs_BS, estimator)
 
 
 # ======================================================================================================================
@@ -683,8 +672,8 @@ def optimise(
             num_tokens = sum(sum(t.loss_mask) for t in chosen)
             num_sequences = sum(any(t.loss_mask) for t in chosen)
             totals: Counter = Counter()
-            for rows in microbatches([len(t.ids) for t in chosen], args.microbatch_tokens):
-                rows = [minibatch[i] for i in rows]
+            for picked in microbatches([len(t.ids) for t in chosen], args.microbatch_tokens):
+                rows = minibatch[picked]  # their positions in the batch
                 ids_BT, attention_mask_BT, loss_mask_BS = pad([trajectories[i] for i in rows], device)
                 old_logprobs_BS = pad_sequence([old_logprobs[i] for i in rows], batch_first=True)
                 advantages_BS = (
@@ -700,16 +689,20 @@ def optimise(
                     args.dual_clip, args.aggregation, num_tokens, num_sequences,
                 )  # fmt: skip
                 entropy = (entropies_BS * weights_BS).sum()
-                kl = torch.zeros((), device=device)
+                mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
+                stats["policy/entropy"] = (entropies_BS * mean_BS).sum()
+                kl = stats["policy/kl"] = torch.zeros((), device=device)
                 if ref_logprobs is not None:
                     ref_logprobs_BS = pad_sequence([ref_logprobs[i] for i in rows], batch_first=True)
-                    kl = (kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator) * weights_BS).sum()
+                    kl_BS = kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator)
+                    kl = (kl_BS * weights_BS).sum()
+                    stats["policy/kl"] = (kl_BS * mean_BS).sum()
                 loss = pg_loss - args.ent_coef * entropy
                 if args.kl_in == "loss":
                     loss = loss + args.kl_coef * kl
                 accelerator.backward(loss)
-                stats |= {"policy/loss": loss, "policy/pg_loss": pg_loss, "policy/entropy": entropy, "policy/kl": kl}
-                totals.update({name: value.item() for name, value in stats.items()})
+                stats |= {"policy/loss": loss, "policy/pg_loss": pg_loss}
+                totals.update({name: value.item() for name, value in stats.items()})  # a Counter adds
 
             learning_rate = args.learning_rate * min(1.0, (state["optimizer_steps"] + 1) / max(args.lr_warmup, 1))
             for parameters in optimizer.param_groups:
@@ -721,14 +714,13 @@ def optimise(
                 state["optimizer_steps"] += 1
             optimizer.zero_grad()
             state["nonfinite_in_a_row"] = 0 if finite else state["nonfinite_in_a_row"] + 1
+            cause = f"loss {totals['policy/loss']}, gradient norm {grad_norm}"
             if not finite:
-                notes["policy/nonfinite_steps"] = (
-                    f"optimizer step skipped: loss {totals['policy/loss']}, gradient norm {grad_norm}"
-                )
+                notes["policy/nonfinite_steps"] = f"optimizer step skipped: {cause}"
             if state["nonfinite_in_a_row"] >= 10:
                 raise FloatingPointError(
-                    f"10 optimizer steps in a row had a loss or gradient that is not finite (update {update}: loss "
-                    f"{totals['policy/loss']}, gradient norm {grad_norm}); lower --learning-rate or --max-grad-norm"
+                    f"10 optimizer steps in a row had a loss or gradient that is not finite (update {update}: {cause})"
+                    "; lower --learning-rate or --max-grad-norm"
                 )
             steps.append(totals | {"policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
     for name in steps[0]:
@@ -777,10 +769,10 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
 
 
 def append_line(path: Path, record: dict):
-    """One JSON object on a line of its own. A number that could not be had is null; its reason stands in "notes"."""
+    """One JSON object on a line of its own. A number that could not be had is null; "notes" says why."""
     clean = {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in record.items()}
     with path.open("a") as file:
-        file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+        file.write(json.dumps(clean) + "\n")  # in ASCII: some characters that a model writes would end the line
 
 
 def cut_lines(path: Path, last_update: int):
@@ -793,8 +785,13 @@ def cut_lines(path: Path, last_update: int):
             break
         if record["update"] <= last_update:
             kept.append(line + "\n")
+    write_file(path, "".join(kept))
+
+
+def write_file(path: Path, text: str):
+    """All of it or nothing: the file gets its name only when complete."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 
@@ -832,14 +829,14 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
     return "  ".join([line, *notes.values()])
 
 
-def print_header(args: Args, env, model, run_dir: Path):
+def print_header(args: Args, model, run_dir: Path):
     """What this run is, with the paper's symbols beside their flags."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     minibatches = args.num_groups * args.group_size // args.minibatch_size
     console.print(
         f"[bold]{args.env}[/] with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}\n"
         f"P = {args.num_groups} groups (--num-groups) x G = {args.group_size} (--group-size), up to K = "
-        f"{max_turns(env, args)} turns (--max-turns); {args.updates} updates of {args.epochs} x {minibatches} steps",
+        f"{args.max_turns} turns (--max-turns); {args.updates} updates of {args.epochs} x {minibatches} steps",
         highlight=False,
         soft_wrap=True,
     )
@@ -849,14 +846,15 @@ def start_tracking(args: Args, run_dir: Path):
     """A Weights & Biases run; offline without an account or a network, so that tracking never stops training."""
     import wandb
 
-    kwargs = dict(project=args.wandb_project, name=run_dir.name, dir=str(run_dir), config=asdict(args))
-    online = os.environ.get("WANDB_MODE", "online") == "online" and bool(wandb.api.api_key)
-    if online:
-        try:
-            return wandb.init(**kwargs, settings=wandb.Settings(init_timeout=30))
-        except wandb.errors.Error as error:
-            console.print(f"[yellow]wandb: {error}; tracking offline[/]")
-    return wandb.init(**kwargs, mode="offline")
+    run = dict(project=args.wandb_project, name=run_dir.name, dir=str(run_dir), config=asdict(args))
+    mode = os.environ.get("WANDB_MODE", "online")
+    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False)):
+        mode = "offline"
+    try:
+        return wandb.init(**run, mode=mode, settings=wandb.Settings(init_timeout=30))
+    except wandb.errors.Error as error:
+        console.print(f"[yellow]wandb: {error}; tracking offline[/]")
+        return wandb.init(**run, mode="offline")
 
 
 def print_trajectory(trajectory: Trajectory, tokenizer):
@@ -879,14 +877,17 @@ def refuse(message: str):
     raise SystemExit(2)
 
 
-def derive(args: Args) -> Args:
-    """The arguments with those that depend on others filled in."""
-    args = copy.copy(args)
+def derive(args: Args, env) -> Args:
+    """The arguments, with those filled in that depend on the model or the environment."""
     small = args.model == "tiny"
-    args.updates = args.updates if args.updates is not None else (40 if small else 200)
-    args.max_new_tokens = args.max_new_tokens if args.max_new_tokens is not None else (24 if small else 400)
-    args.learning_rate = args.learning_rate if args.learning_rate is not None else (1e-3 if small else 1e-6)
-    return args
+    defaults = {
+        "updates": 40 if small else 200,
+        "max_new_tokens": 24 if small else 400,
+        "learning_rate": 1e-3 if small else 1e-6,
+        "max_turns": env.max_turns,
+        "max_actions": env.max_actions,
+    }
+    return replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
 
 
 def make_envs(args: Args, number: int) -> list:
@@ -900,9 +901,11 @@ def make_envs(args: Args, number: int) -> list:
         except (ValueError, SyntaxError):
             options[name] = value
     try:
-        return [environments.make(args.env, **options) for _ in range(number)]
-    except (ValueError, TypeError, ImportError) as error:
+        envs = [environments.make(args.env, **options) for _ in range(number)]
+        envs[0].reset(seed=0)  # options can be impossible in ways that only a reset finds out
+    except (ValueError, TypeError, ImportError, gymnasium.error.Error) as error:
         refuse(f"--env {args.env}: {error}")
+    return envs
 
 
 def check(args: Args, env):
@@ -940,11 +943,13 @@ def check(args: Args, env):
             f"max_model_len {args.max_model_len} must exceed max_new_tokens {args.max_new_tokens} by room for the "
             f"prompt; try --max-model-len {args.max_new_tokens + 1000}"
         )
-    if args.model == "tiny" and (getattr(env, "solve", None) is None or env.solve() is None):
+    if args.model == "tiny" and (env.actions is None or env.solve() is None):
         refuse(
-            f"--model tiny is warm-started by imitating env.solve(), and {args.env} has no solver; name a real model, "
-            "for example --model Qwen/Qwen2.5-0.5B-Instruct"
+            f"--model tiny is warm-started by imitating env.solve(), and {args.env} has no solver or no list of "
+            "actions; name a real model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
         )
+    if args.track and importlib.util.find_spec("wandb") is None:
+        refuse("--track needs wandb; pip install -e '.[track]'")
     path = Path(args.model)
     if args.model != "tiny" and not path.exists():
         cache = Path(os.environ.get("HF_HUB_CACHE", Path.home() / ".cache/huggingface/hub"))
@@ -959,30 +964,33 @@ def check(args: Args, env):
             )
 
 
-def practice(args: Args, envs: list) -> tuple[list[str], Callable]:
-    """What the tiny model is made from: texts with the words it will read, and `play(generate, tokenizer, n)`."""
+def practice(args: Args) -> tuple[list, list[str], Callable]:
+    """What the tiny model is made from: environments, texts with the words that it will read, and
+    `play(generate, tokenizer, n)`, the n-th batch of episodes in these environments."""
+    # A number of its own: the demonstrations must not depend on --num-groups.
+    envs = make_envs(args, 64)
     texts = []
     for seed in range(200):
         observation, _ = envs[0].reset(seed=seed)
-        texts += [system_prompt(envs[0], args), user_message(seed % 9, observation, seed % 9, -0.1, "")]
+        texts += [system_prompt(envs[0], args), user_message(seed % 9, observation, seed % 9, -0.1, NOTICE)]
         texts.append(" ".join(["", *envs[0].actions]))
 
     def play(generate: Generate, tokenizer, n: int) -> list[Trajectory]:
         return rollout(envs, generate, tokenizer, args, tiny.SEED, n, len(envs), 1)
 
-    return texts, play
+    return envs, texts, play
 
 
-def load_model(args: Args, source: str, envs: list):
+def load_model(args: Args, source: str):
     """Model (float32, dropout off) and tokenizer from "tiny", a folder, a hub name or a .gguf file."""
     if source == "tiny":
-        return tiny.load(envs, args, *practice(args, envs), console)
+        return tiny.load(args, *practice(args), console)[:2]
     path = Path(source)
     where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (source, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
-    except OSError as error:
+    except (OSError, ValueError, ImportError) as error:
         refuse(f"--model {source} cannot be loaded: {str(error).splitlines()[0]}")
     return model.eval(), tokenizer
 
@@ -1003,15 +1011,14 @@ def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:
 
 def main(args: Args):
     started = time.time()
-    if args.resume:
-        run_dir = Path(args.resume)
-    args = derive(args)
+    name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', args.env).strip('-')}-grpo-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.resume or Path(args.run_root) / f"{name}-{os.getpid()}")
     probe = make_envs(args, 1)[0]
-    probe.reset(seed=0)
+    args = derive(args, probe)
     check(args, probe)
     if args.threads:
         torch.set_num_threads(args.threads)
-    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else None)
+    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
     if accelerator.num_processes > 1:
         refuse(f"one process for now, got {accelerator.num_processes}; try accelerate launch --num_processes 1")
     torch.manual_seed(args.seed)
@@ -1019,8 +1026,8 @@ def main(args: Args):
     envs = make_envs(args, max(batch_size, args.val_episodes))
 
     # ---- models
-    latest = checkpoints(run_dir)[-1] if args.resume and checkpoints(run_dir) else None
-    policy, tokenizer = load_model(args, str(latest or args.model), envs)
+    latest = next(reversed(checkpoints(run_dir)), None)
+    policy, tokenizer = load_model(args, str(latest or args.model))
     stop_ids = stop_tokens(policy, tokenizer)
     try:
         check_template(tokenizer, stop_ids, args)
@@ -1029,31 +1036,32 @@ def main(args: Args):
         refuse(str(error))
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = load_model(args, args.model, envs)[0] if latest else copy.deepcopy(policy)
+        ref_policy = load_model(args, args.model)[0] if latest else copy.deepcopy(policy)
         ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    sampler = HFSampler(accelerator.unwrap_model(policy, keep_fp32_wrapper=True), stop_ids, args.sampler_tokens)
+    try:
+        sampler = HFSampler(accelerator.unwrap_model(policy), stop_ids, args.sampler_tokens)
+    except ValueError as error:
+        refuse(f"--model {args.model}: {error}")
 
     # ---- run folder
     counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row seconds"
     state = dict.fromkeys(counters.split(), 0)  # in every checkpoint, together with the optimizer
-    if not args.resume:
-        name = re.sub(r"\W+", "-", args.env).strip("-")
-        run_dir = Path(args.run_root) / f"{name}-grpo-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        run_dir.mkdir(parents=True)
-        shutil.copy(__file__, run_dir)
-        (run_dir / "args.json").write_text(json.dumps(asdict(args), indent=1))
-    elif latest:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if latest:
         saved = torch.load(latest / "trainer.pt", weights_only=True, map_location=accelerator.device)
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
+    if not args.resume:
+        shutil.copy(__file__, run_dir)
+    write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))  # on resume too: --updates may have grown
     first_update = state["update"] + 1 if latest else 0
     for file in ("metrics.jsonl", "trajectories.jsonl"):
         cut_lines(run_dir / file, first_update - 1)
     started -= state["seconds"]
     tracker = start_tracking(args, run_dir) if args.track else None
-    print_header(args, probe, policy, run_dir)
+    print_header(args, policy, run_dir)
 
     stopping = []
 
@@ -1069,65 +1077,71 @@ def main(args: Args):
         TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
     )  # fmt: skip
     task = progress.add_task("train", total=args.updates, completed=max(first_update - 1, 0), status="")
-    progress.start()
-    for update in range(first_update, args.updates + 1):
-        update_started = time.time()
-        metrics: dict[str, float] = {"update": update}
-        notes: dict[str, str] = {}
+    with progress:
+        for update in range(first_update, args.updates + 1):
+            update_started = time.time()
+            metrics: dict[str, float] = {"update": update}
+            notes: dict[str, str] = {}
 
-        if update > 0:
-            # ---- roll out
-            sampler.sync(accelerator.unwrap_model(policy, keep_fp32_wrapper=True))
-            generate = sample_with(sampler, args, args.temperature)
-            trajectories = rollout(envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size)
-            metrics |= rollout_metrics(trajectories, args.group_size, "rollout/")
-            sampled_tokens = sum(sum(t.loss_mask) for t in trajectories)
-            metrics["time/rollout"] = time.time() - update_started
-            for trajectory in trajectories[: args.log_trajectories]:
-                append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
-            if args.show_trajectory and update == first_update + (first_update == 0):
-                print_trajectory(trajectories[0], tokenizer)
+            if update > 0:
+                # ---- roll out
+                sampler.sync(accelerator.unwrap_model(policy))
+                generate = sample_with(sampler, args, args.temperature)
+                trajectories = rollout(
+                    envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size
+                )
+                sampler.sync(sampler.model)  # drops the kept keys and values: their memory is the optimiser's now
+                metrics |= rollout_metrics(trajectories, args.group_size, "rollout/")
+                sampled_tokens = sum(sum(t.loss_mask) for t in trajectories)
+                metrics["time/rollout"] = time.time() - update_started
+                for trajectory in trajectories[: args.log_trajectories]:
+                    append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
+                if args.show_trajectory and update == max(first_update, 1):
+                    print_trajectory(trajectories[0], tokenizer)
 
-            # ---- optimise
-            train_started = time.time()
-            metrics |= optimise(policy, ref_policy, optimizer, accelerator, trajectories, args, update, state, notes)
-            metrics["time/train"] = time.time() - train_started
-            metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
-            metrics["time/trained_tokens_per_s"] = sum(len(t.ids) for t in trajectories) / metrics["time/train"]
-            state["tokens"] += sampled_tokens
-        metrics |= {f"total/{k}": v for k, v in state.items() if k in ("optimizer_steps", "tokens", "skipped_updates")}
+                # ---- optimise
+                train_started = time.time()
+                metrics |= optimise(
+                    policy, ref_policy, optimizer, accelerator, trajectories, args, update, state, notes
+                )
+                metrics["time/train"] = time.time() - train_started
+                metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
+                metrics["time/trained_tokens_per_s"] = sum(len(t.ids) for t in trajectories) / metrics["time/train"]
+                state["tokens"] += sampled_tokens
+            metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
 
-        # ---- validate
-        if args.val_every and (update % args.val_every == 0 or update == args.updates):
-            val_started = time.time()
-            sampler.sync(accelerator.unwrap_model(policy, keep_fp32_wrapper=True))
-            episodes = validate(envs, sampler, tokenizer, args)
-            metrics |= rollout_metrics(episodes, 1, "val/")
-            metrics["time/val"] = time.time() - val_started
-            for trajectory in episodes[: args.log_trajectories]:
-                append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
-            success = metrics["val/success"]
-            progress.print(f"update {update}: validation success [bold]{success:.3f}[/] over {len(episodes)} episodes")
+            # ---- validate
+            if args.val_every and (update % args.val_every == 0 or update == args.updates):
+                val_started = time.time()
+                sampler.sync(accelerator.unwrap_model(policy))
+                episodes = validate(envs, sampler, tokenizer, args)
+                metrics |= rollout_metrics(episodes, 1, "val/")
+                metrics["time/val"] = time.time() - val_started
+                for trajectory in episodes[: args.log_trajectories]:
+                    append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
+                success = metrics["val/success"]
+                progress.print(
+                    f"update {update}: validation success [bold]{success:.3f}[/] of {len(episodes)} episodes"
+                )
 
-        # ---- log, save
-        state |= {"update": update, "seconds": time.time() - started}
-        metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
-        append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
-        if tracker:
-            tracker.log(metrics, step=update)
-        if update > 0:
-            status = status_line(metrics, notes)
-            progress.update(task, completed=update, status=status)
-            if progress.disable or notes:
-                progress.print(f"update {update}/{args.updates} {status}")
-        if update == args.updates or stopping or (update > 0 and update % args.save_every == 0):
-            trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
-            model = accelerator.unwrap_model(policy)
-            save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
-        if stopping:
-            break
+            # ---- log, save
+            state |= {"update": update, "seconds": time.time() - started}
+            metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
+            append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
+            if tracker:
+                tracker.log(metrics, step=update)
+            if update > 0:
+                status = status_line(metrics, notes)
+                progress.update(task, completed=update, status=status)
+                if progress.disable or notes:
+                    progress.print(f"update {update}/{args.updates} {status}")
+            if update == args.updates or stopping or (update > 0 and update % args.save_every == 0):
+                trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
+                model = accelerator.unwrap_model(policy)
+                save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
+            if stopping:
+                break
 
-    progress.stop()
     signal.signal(signal.SIGINT, previous_handler)
     sampler.close()
     if tracker:
@@ -1150,7 +1164,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         runs = sorted(str(path.parent) for path in Path(args.run_root).glob("*/args.json"))
         near = difflib.get_close_matches(args.resume, runs, n=3) or runs[-3:]
         refuse(f"--resume {args.resume}: no run there ({file} is missing); near: {', '.join(near) or 'none'}")
-    saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
+    try:
+        saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
+    except (TypeError, ValueError) as error:
+        refuse(f"--resume {args.resume}: args.json is not of this version ({error}); run the script in the run folder")
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)

@@ -6,7 +6,10 @@ learning of an instruct model starts too, only a thousand times smaller. The dem
 training script's own `rollout`, so that prompts and tokens cannot differ from what training sees.
 
 The result is cached under ~/.cache/starpo (or $STARPO_CACHE), keyed by all that shaped it: the recipe below, the
-architecture, and the token ids of the first demonstrations, in which prompt, environment and tokenizer all show.
+architecture, and the token ids of the first demonstrations, in which prompt, environment and tokenizer all show. Where
+a good start takes longer than two minutes, its weights come with the repository, under the same key:
+
+    python tiny.py --env sokoban        remakes tiny_weights/sokoban.safetensors
 """
 
 from __future__ import annotations
@@ -14,23 +17,39 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 from rich.progress import track
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from generation import Sampled
 
-SEED = 0
-# The teacher plays a turn at random with this probability; more often at last, so that the model is left playing badly.
-NOISE, LAST_NOISE = 0.3, 0.85
-STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE = 150, 64, 3e-3, 0.02
+SEED = 2**32  # no --seed: the demonstrations are none of the episodes that training starts from
+TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE = 64, 3e-3, 0.02
+SHIPPED = Path(__file__).parent / "tiny_weights"
+
+
+@dataclass
+class Recipe:
+    """The teacher plays a turn at random with probability `noise`, and in the last fifth of the `steps` with
+    `last_noise`, so that the model is left playing badly: in about a third of the episodes it should succeed."""
+
+    steps: int = 150
+    noise: float = 0.3
+    last_noise: float = 0.85
+
+
+RECIPES = {"Sokoban": Recipe(steps=450, noise=0.15, last_noise=0.5)}  # by class; the others take the default
 WORDS = ["Go", "Try", "Move", "Take"]  # a thought opens with any of them, so that the policy starts with some entropy
 
 CHAT_TEMPLATE = (
@@ -116,13 +135,14 @@ def single_turns(trajectories: list) -> list[tuple[list[int], list[int]]]:
     return turns
 
 
-def imitate(model, play: Callable, teacher: Callable, steps: int, progress: bool = True) -> list[float]:
+def imitate(model, play: Callable, teacher: Callable, recipe: Recipe, progress: bool = True) -> list[float]:
     """Cross-entropy (nats per sampled token) at each step. `play(generate, n)` returns the n-th batch of episodes, and
     `teacher(noise)` a `generate`.
 
     Single turns come first, then whole episodes: attention starts out uniform, and in a text of 60 tokens the few that
     matter weigh several times as much as in one of 250. Environments of one turn have whole episodes only.
     """
+    steps = recipe.steps
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
@@ -135,7 +155,7 @@ def imitate(model, play: Callable, teacher: Callable, steps: int, progress: bool
     ]
     losses, rows, batches, whole = [], [], 0, False
     for step in track(range(steps), description="warm start", disable=not progress):
-        noise = LAST_NOISE if step >= 0.8 * steps else NOISE
+        noise = recipe.last_noise if step >= 0.8 * steps else recipe.noise
         if (not whole and step >= 0.6 * steps) or step == math.ceil(0.8 * steps):
             rows, whole = [], True
         size = TURNS_PER_STEP // 3 if whole else TURNS_PER_STEP  # about three turns an episode
@@ -159,30 +179,69 @@ def imitate(model, play: Callable, teacher: Callable, steps: int, progress: bool
     return losses
 
 
-def load(envs: list, args, texts: list[str], play: Callable, console):
-    """The model (float32, eval mode) and its tokenizer, from the cache or made now.
+def load(args, envs: list, texts: list[str], play: Callable, console):
+    """The model (float32, eval mode), its tokenizer and its key; from the repository, the cache, or made now.
 
     `texts`: what the tokenizer learns its words from. `play(generate, tokenizer, n)`: the n-th batch of episodes.
     """
+    recipe = RECIPES.get(type(envs[0].unwrapped).__name__, Recipe())
     tokenizer = build_tokenizer([*texts, "system", "user", "assistant", *WORDS])
-    model = build_model(tokenizer, SEED).eval()
+    model = build_model(tokenizer).eval()
 
     def teacher(noise: float) -> Callable:
         return noisy_solver(envs, tokenizer, args, noise)
 
-    demonstrations = [t.ids for t in play(teacher(NOISE), tokenizer, 0)[:64]]
-    recipe = (SEED, NOISE, LAST_NOISE, STEPS, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE)
-    key = hashlib.sha256(f"{recipe} {model.config.to_json_string()} {demonstrations}".encode()).hexdigest()[:16]
+    demonstrations = [t.ids for t in play(teacher(recipe.noise), tokenizer, 0)]
+    shape = (SEED, recipe, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE, model.config.to_json_string())
+    key = hashlib.sha256(f"{shape} {demonstrations}".encode()).hexdigest()[:16]
     cached = Path(os.environ.get("STARPO_CACHE", Path.home() / ".cache/starpo")) / f"tiny-{key}.safetensors"
-    if cached.exists():
-        model.load_state_dict(load_file(cached), strict=False)  # the output layer is the embedding's, not stored twice
-        return model, tokenizer
+    for file in (*sorted(SHIPPED.glob("*.safetensors")), cached):
+        if file.exists():
+            with safe_open(file, "pt") as weights:
+                if weights.metadata()["key"] == key:
+                    state = {name: weights.get_tensor(name).float() for name in weights.keys()}
+                    model.load_state_dict(state, strict=False)  # the output layer is the embedding's, not stored twice
+                    return model, tokenizer, key
 
     console.print(f"warm start of the tiny model for {args.env}, once; then kept in {cached}", soft_wrap=True)
-    imitate(model, lambda generate, n: play(generate, tokenizer, n), teacher, STEPS)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    # Under its name only when complete: two runs may warm up at once, or one be killed.
-    temporary = cached.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, temporary)
-    os.replace(temporary, cached)
-    return model, tokenizer
+    imitate(model, lambda generate, n: play(generate, tokenizer, n), teacher, recipe)
+    save(model, cached, {"key": key})
+    return model, tokenizer, key
+
+
+def save(model, file: Path, metadata: dict[str, str], dtype=torch.float32):
+    """Under its name only when complete: two runs may warm up at once, or one be killed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    tensors = {name: p.detach().to(dtype).contiguous() for name, p in model.named_parameters()}
+    save_file(tensors, temporary, metadata=metadata)
+    os.replace(temporary, file)
+
+
+def main(env: str):
+    """Makes the tiny model of an environment anew and puts it into the repository."""
+    import starpo_grpo as script
+
+    args = script.Args(env=env)
+    envs = script.make_envs(args, args.val_episodes)
+    args = script.derive(args, envs[0])
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["STARPO_CACHE"] = empty
+        (SHIPPED / f"{env}.safetensors").unlink(missing_ok=True)
+        model, tokenizer, key = load(args, *script.practice(args), script.console)
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()  # what the file holds is what is measured
+    sampler = script.HFSampler(model, {tokenizer.eos_token_id})
+    success = script.rollout_metrics(script.validate(envs, sampler, tokenizer, args), 1, "")["success"]
+    metadata = {
+        "key": key,
+        "command": f"python tiny.py --env {env}",
+        "seed": str(SEED),
+        "validation success": f"{success:.3f} of {args.val_episodes} episodes at temperature {args.val_temperature}",
+    }
+    save(model, SHIPPED / f"{env}.safetensors", metadata, torch.bfloat16)
+    script.console.print(metadata)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

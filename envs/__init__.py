@@ -1,6 +1,7 @@
 """Environments with text in and text out. `make` builds one from a name, a file or an installed package."""
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -42,6 +43,7 @@ PRESETS = {
 }
 
 
+@functools.cache
 def load_class(target):
     """The class behind "package.module:Class" or "path/to/file.py:Class"."""
     where, _, class_name = target.rpartition(":")
@@ -99,6 +101,8 @@ def make(name, **options):
         build = load_class(target)
         check_options(name, build, options)
         env = build(**options)
+        if not isinstance(env, gymnasium.Env):
+            raise ValueError(f"{name} must be a gymnasium.Env, got a {type(env).__name__}; derive the class from it")
     else:
         known = {key.lower(): key for key in [*PRESETS, *ENVS]}
         near = [known[key] for key in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)]

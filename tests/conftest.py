@@ -77,8 +77,8 @@ def make_model(seed: int = 0, **config) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(Qwen2Config(**defaults | config)).eval()
 
 
-def make_args(**changes) -> Args:
-    return derive(Args(**{"max_new_tokens": 24} | changes))
+def make_args(env=None, **changes) -> Args:
+    return derive(Args(**{"max_new_tokens": 24} | changes), env or Corridor())
 
 
 def make_trajectory(segments: list, index: int = 0, group: int = 0, member: int = 0, reward: float = 0.0) -> Trajectory:

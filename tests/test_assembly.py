@@ -28,7 +28,7 @@ RIGHT = respond("Right")
 def run(tokenizer, answer, envs=None, num_groups=1, group_size=1, seed=1, update=1, **options):
     """(trajectories, script, envs) of a rollout in which `answer(trajectory, turn)` is what the model says."""
     envs = envs or [Corridor(max_turns=3) for _ in range(num_groups * group_size)]
-    script, args = Script(tokenizer, answer), make_args(**options)
+    script, args = Script(tokenizer, answer), make_args(envs[0], **options)
     return rollout(envs, script, tokenizer, args, seed, update, num_groups, group_size), script, envs
 
 
@@ -367,7 +367,7 @@ def test_rollout_depends_on_its_address_alone(tokenizer):
 
 def test_first_start_fixes_the_initial_states(tokenizer):
     envs = [Corridor() for _ in range(4)]
-    rollout(envs, Script(tokenizer, lambda *_: RIGHT), tokenizer, make_args(), 1, 1, 2, 2, first_start=123)
+    rollout(envs, Script(tokenizer, lambda *_: RIGHT), tokenizer, make_args(envs[0]), 1, 1, 2, 2, first_start=123)
     assert [env.resets[0][0] for env in envs] == [123, 123, 124, 124]
 
 

@@ -156,7 +156,7 @@ TOKENIZER = make_tokenizer()
 
 def play(env, texts, **options):
     """The trajectory of one episode in which the n-th response is texts[n]."""
-    script, args = Script(TOKENIZER, lambda _, turn: texts[turn]), make_args(max_turns=len(texts), **options)
+    script, args = Script(TOKENIZER, lambda _, turn: texts[turn]), make_args(env, max_turns=len(texts), **options)
     (trajectory,) = rollout([env], script, TOKENIZER, args, seed=1, update=1, num_groups=1, group_size=1)
     return trajectory
 

@@ -41,16 +41,21 @@ def test_first_commands_are_those_that_ci_runs():
     assert "grep -m1" in (ROOT / ".ci" / "run").read_text()
 
 
+def test_no_placeholder_is_left_and_every_link_leads_somewhere():
+    assert not re.search(r"[A-Z]+_(LINE|CELL|MINUTES)", README)
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / link).exists(), link
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_accepted(command, monkeypatch):
     import starpo_grpo as script
 
     monkeypatch.setattr(script, "refuse", lambda message: pytest.fail(message))
     arguments = shlex.split(command.split("starpo_grpo.py", 1)[1])
-    args = script.derive(script.parse_args([a if "$(" not in a else "tiny" for a in arguments]))
+    args = script.parse_args([a if "$(" not in a else "tiny" for a in arguments])
     env = script.make_envs(args, 1)[0]
-    env.reset(seed=0)
-    script.check(args, env)
+    script.check(script.derive(args, env), env)
 
 
 def test_example_environment_is_thirty_lines_and_trains(tmp_path):
