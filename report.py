@@ -21,7 +21,9 @@ PANELS = [
 
 
 def load_metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    """One record for each update; the last line is left out where a killed run wrote half of it."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def curves(run_dir: Path) -> Path:

@@ -902,9 +902,11 @@ def make_envs(args: Args, number: int) -> list:
             options[name] = value
     try:
         envs = [environments.make(args.env, **options) for _ in range(number)]
-        envs[0].reset(seed=0)  # options can be impossible in ways that only a reset finds out
+        observation, _ = envs[0].reset(seed=0)  # options can be impossible in ways that only a reset finds out
     except (ValueError, TypeError, ImportError, gymnasium.error.Error) as error:
         refuse(f"--env {args.env}: {error}")
+    if not isinstance(observation, str):
+        refuse(f"--env {args.env}: observations must be text, reset returned a {type(observation).__name__}; wrap it")
     return envs
 
 
@@ -950,18 +952,19 @@ def check(args: Args, env):
         )
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
-    path = Path(args.model)
-    if args.model != "tiny" and not path.exists():
-        cache = Path(os.environ.get("HF_HUB_CACHE", Path.home() / ".cache/huggingface/hub"))
-        known = ["tiny", *(p.name.removeprefix("models--").replace("--", "/") for p in cache.glob("models--*"))]
-        known += [str(p) for p in path.parent.glob("*")]
-        near = difflib.get_close_matches(args.model, known, n=3, cutoff=0.5)
-        hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
-        if not hub_name:
-            refuse(
-                f"--model {args.model}: no such file or folder, and hub names have the form owner/name; "
-                f"near names: {', '.join(near) or 'none'}; or take tiny"
-            )
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
+    if args.model != "tiny" and not Path(args.model).exists() and not hub_name:
+        refuse(
+            f"--model {args.model}: no such file or folder, and hub names have the form owner/name; near names: "
+            f"{near_models(args.model)}; or take tiny"
+        )
+
+
+def near_models(name: str) -> str:
+    cache = Path(os.environ.get("HF_HUB_CACHE", Path.home() / ".cache/huggingface/hub"))
+    known = ["tiny", *(p.name.removeprefix("models--").replace("--", "/") for p in cache.glob("models--*"))]
+    known += [str(p) for p in Path(name).parent.glob("*")]
+    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5)) or "none"
 
 
 def practice(args: Args) -> tuple[list, list[str], Callable]:
@@ -991,7 +994,8 @@ def load_model(args: Args, source: str):
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError) as error:
-        refuse(f"--model {source} cannot be loaded: {str(error).splitlines()[0]}")
+        reason = str(error).splitlines()[0]
+        refuse(f"--model {source} cannot be loaded: {reason}; near names on this machine: {near_models(source)}")
     return model.eval(), tokenizer
 
 
@@ -1053,6 +1057,9 @@ def main(args: Args):
         saved = torch.load(latest / "trainer.pt", weights_only=True, map_location=accelerator.device)
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
+        if args.updates < state["update"]:
+            done = state["update"]
+            refuse(f"updates {args.updates} is below the {done} that are done; try --updates {2 * done}")
     if not args.resume:
         shutil.copy(__file__, run_dir)
     write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))  # on resume too: --updates may have grown

@@ -40,19 +40,19 @@ def make_model_folder(folder, steps):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"), steps=30)
+    return make_model_folder(tmp_path_factory.mktemp("model"), steps=12)
 
 
-def start(*arguments, cwd, **kwargs):
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+def start(*arguments, cwd, launcher=()):
+    command = [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)]
     environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def run(*arguments, cwd):
-    process = start(*arguments, cwd=cwd)
+def run(*arguments, cwd, launcher=()):
+    process = start(*arguments, cwd=cwd, launcher=launcher)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -105,8 +105,10 @@ def test_two_runs_same_seed_same_log(finished, model_folder, tmp_path):
     assert lines_without_times(only_run(tmp_path)) == lines_without_times(finished[0])
 
 
-def test_other_seed_other_log(finished, model_folder, tmp_path):
-    code, output = run(*SMALL, "--model", model_folder, "--seed", 2, "--updates", 1, cwd=tmp_path)
+def test_other_seed_other_log_and_accelerate_launches_it(finished, model_folder, tmp_path):
+    launcher = "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no".split()
+    arguments = [*SMALL, "--model", model_folder, "--seed", 2, "--updates", 1]
+    code, output = run(*arguments, cwd=tmp_path, launcher=launcher)
     assert code == 0, output
     assert lines_without_times(only_run(tmp_path))[1] != lines_without_times(finished[0])[1]
 
@@ -152,10 +154,12 @@ def test_ctrl_c_saves_and_says_how_to_go_on(finished, model_folder, tmp_path):
     assert lines_without_times(run_dir) == lines_without_times(finished[0])
 
 
-def test_resume_refuses_other_arguments(finished, tmp_path):
-    code, output = run("--resume", finished[0], "--num-groups", 3, cwd=tmp_path)
-    assert code == 2
-    assert "num_groups is 2 there and 3 here" in output
+def test_resume_refuses_other_arguments(finished, capsys):
+    import starpo_grpo as script
+
+    with pytest.raises(SystemExit):
+        script.parse_args(["--resume", str(finished[0]), "--num-groups", "3"])
+    assert "num_groups is 2 there and 3 here" in capsys.readouterr().out
 
 
 def test_resume_with_more_updates_goes_on(finished, model_folder, tmp_path):
