@@ -141,9 +141,11 @@ class Args:
     microbatch_tokens: int = 4096
     """rows x tokens of one forward pass: memory and speed, the gradient does not depend on it"""
     learning_rate: float | None = None
-    """AdamW; none: 1e-6, with --model tiny 1e-3"""
-    lr_warmup: int = 0
-    """optimizer steps of linear warm-up; 0: none"""
+    """AdamW; none: 1e-6, with --model tiny 5e-4"""
+    lr_warmup: int | None = None
+    """optimizer steps of linear warm-up; none: 0, with --model tiny 8"""
+    lr_decay: bool | None = None
+    """let the learning rate fall linearly to 0 over the updates; none: only with --model tiny"""
     weight_decay: float = 0.01
     """AdamW"""
     max_grad_norm: float = 1.0
@@ -704,7 +706,9 @@ def optimise(
                 stats |= {"policy/loss": loss, "policy/pg_loss": pg_loss}
                 totals.update({name: value.item() for name, value in stats.items()})  # a Counter adds
 
-            learning_rate = args.learning_rate * min(1.0, (state["optimizer_steps"] + 1) / max(args.lr_warmup, 1))
+            warmup = min(1.0, (state["optimizer_steps"] + 1) / max(args.lr_warmup, 1))
+            decay = 1 - (update - 1) / args.updates if args.lr_decay else 1.0
+            learning_rate = args.learning_rate * warmup * decay
             for parameters in optimizer.param_groups:
                 parameters["lr"] = learning_rate
             grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
@@ -883,7 +887,9 @@ def derive(args: Args, env) -> Args:
     defaults = {
         "updates": 40 if small else 200,
         "max_new_tokens": 24 if small else 400,
-        "learning_rate": 1e-3 if small else 1e-6,
+        "learning_rate": 5e-4 if small else 1e-6,
+        "lr_warmup": 8 if small else 0,
+        "lr_decay": small,
         "max_turns": env.max_turns,
         "max_actions": env.max_actions,
     }
@@ -922,7 +928,7 @@ def check(args: Args, env):
     rules += [
         ("group_size", args.group_size >= 2, "must be at least 2: a trajectory is judged against others of its group"),
         ("temperature", args.temperature > 0, "must be above 0: at 0 nothing is explored; try 1.0"),
-        ("learning_rate", args.learning_rate > 0, "must be above 0; try 1e-6 for a language model, 1e-3 for tiny"),
+        ("learning_rate", args.learning_rate > 0, "must be above 0; try 1e-6 for a language model, 5e-4 for tiny"),
         ("max_grad_norm", args.max_grad_norm > 0, "must be above 0; try 1.0"),
         ("clip_low", 0 <= args.clip_low < 1, "must be in [0, 1); try 0.2"),
         ("dual_clip", args.dual_clip == 0 or args.dual_clip > 1, "must be above 1, or 0 for off; try 3.0"),
