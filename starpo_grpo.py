@@ -923,8 +923,8 @@ def check(args: Args, env):
     not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
     not_negative += "ent_coef kl_coef weight_decay clip_high val_temperature"
     values = {name: getattr(args, name) for name in f"{at_least_one} {not_negative}".split()}
-    rules = [(name, values[name] is None or values[name] >= 1, "must be at least 1") for name in at_least_one.split()]
-    rules += [(name, values[name] >= 0, "must not be negative") for name in not_negative.split()]
+    rules = [(name, values[name] >= 1, "must be at least 1; try 1") for name in at_least_one.split()]
+    rules += [(name, values[name] >= 0, "must not be negative; try 0") for name in not_negative.split()]
     rules += [
         ("group_size", args.group_size >= 2, "must be at least 2: a trajectory is judged against others of its group"),
         ("temperature", args.temperature > 0, "must be above 0: at 0 nothing is explored; try 1.0"),

@@ -124,7 +124,7 @@ def wait_for(run_root, condition, process, seconds=120):
     raise AssertionError("the run did not get there in time")
 
 
-@pytest.mark.parametrize("lines_before_kill", [1, 2, 4])
+@pytest.mark.parametrize("lines_before_kill", [1, 3])
 def test_killed_and_resumed_run_equals_one_never_stopped(finished, model_folder, tmp_path, lines_before_kill):
     process = start(*SMALL, "--model", model_folder, cwd=tmp_path)
 
@@ -239,9 +239,12 @@ class Echo(gymnasium.Env):
 '''
 
 
-def test_environment_from_a_file(model_folder, tmp_path):
+def test_environment_from_a_file(model_folder, tmp_path, capsys):
+    import starpo_grpo as script
+
     (tmp_path / "echo_env.py").write_text(ECHO)
     code, output = run(*SMALL, "--model", model_folder, "--env", "echo_env.py:Echo", "--updates", 1, cwd=tmp_path)
     assert code == 0, output
-    code, output = run(*SMALL, "--env", "echo_env.py:Echo", cwd=tmp_path)
-    assert code == 2 and "has no solver" in output
+    with pytest.raises(SystemExit):
+        script.main(script.parse_args(["--env", f"{tmp_path}/echo_env.py:Echo"]))
+    assert "has no solver" in capsys.readouterr().out
