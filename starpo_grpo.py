@@ -86,10 +86,10 @@ class Args:
     """print the first episode of the first update with its trained tokens highlighted"""
 
     # ---- rollout
-    num_groups: int = 16
-    """P, groups per update; each has an initial state of its own"""
-    group_size: int = 8
-    """G, trajectories per group; at least 2, or there is nothing to compare with"""
+    num_groups: int | None = None
+    """P, groups per update; each has an initial state of its own; none: 128 / group_size"""
+    group_size: int | None = None
+    """G, trajectories per group, at least 2; none: 16, with --model tiny 8, or 32 where an episode is one turn"""
     max_turns: int | None = None
     """K, turns per trajectory; none: the environment's own"""
     max_actions: int | None = None
@@ -884,7 +884,12 @@ def refuse(message: str):
 def derive(args: Args, env) -> Args:
     """The arguments, with those filled in that depend on the model or the environment."""
     small = args.model == "tiny"
+    # One turn, one draw: where a rare payout is compared with a sure one, a small group most often sees no payout, and
+    # dividing by its small spread makes the policy shun the better arm (benchmarks/cpu.md).
+    group_size = args.group_size or ((32 if env.max_turns == 1 else 8) if small else 16)
     defaults = {
+        "group_size": group_size,
+        "num_groups": max(1, 128 // group_size),
         "updates": 40 if small else 200,
         "max_new_tokens": 24 if small else 400,
         "learning_rate": 5e-4 if small else 1e-6,
