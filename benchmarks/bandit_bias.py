@@ -1,6 +1,6 @@
 """Mean of (risky arm's advantage - safe arm's) under group normalisation, by enumeration of a group's outcomes.
 
-`python benchmarks/bandit_bias.py` prints the table of benchmarks/cpu.md. A negative number: the better arm is unlearned.
+`python benchmarks/bandit_bias.py` prints the table of benchmarks/cpu.md. Below 0 the better arm is unlearned.
 """
 
 from math import comb

@@ -78,7 +78,7 @@ def make_model(seed: int = 0, **config) -> Qwen2ForCausalLM:
 
 
 def make_args(env=None, **changes) -> Args:
-    return derive(Args(**{"max_new_tokens": 24} | changes), env or Corridor())
+    return derive(Args(**{"max_new_tokens": 24, "lr_warmup": 0, "lr_decay": False} | changes), env or Corridor())
 
 
 def make_trajectory(segments: list, index: int = 0, group: int = 0, member: int = 0, reward: float = 0.0) -> Trajectory:

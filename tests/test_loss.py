@@ -617,6 +617,17 @@ def test_gradient_is_scaled_down_to_max_grad_norm(accelerator):
     assert torch.allclose(cut.gradients[0], free.gradients[0] / 4, rtol=1e-4, atol=1e-9)
 
 
+def test_learning_rate_decays_linearly_over_updates(accelerator):
+    rates = []
+    for update in (1, 2, 3, 4):
+        metrics, _ = run_optimise(
+            accelerator, make_model(), random_batch(rewards=REWARDS), update=update, learning_rate=1e-9, lr_decay=True,
+            updates=4,
+        )  # fmt: skip
+        rates.append(metrics["policy/learning_rate"])
+    assert rates == pytest.approx([1e-9, 0.75e-9, 0.5e-9, 0.25e-9])
+
+
 def test_learning_rate_warms_up_over_optimizer_steps(accelerator):
     state, rates = new_state(), []
     for update in (1, 2, 3):

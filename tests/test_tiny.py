@@ -11,9 +11,7 @@ from safetensors import safe_open
 import starpo_grpo as script
 import tiny
 
-TOKENIZER = tiny.build_tokenizer(
-    ["Walk on a frozen lake. goal (0, 3)\nplayer (2, 0)", " Left Down Right Up", "assistant"]
-)
+TOKENIZER = tiny.build_tokenizer(["goal (0, 3)\nplayer (2, 0)", " Left Down Right Up", "assistant"] * 2)
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=500)
