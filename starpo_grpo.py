@@ -186,8 +186,10 @@ def system_prompt(env, args: Args) -> str:
     lines = [env.instruction.strip()]
     example = "your answer"
     if env.actions is not None:
-        example = f" {args.separator} ".join(["action"] * args.max_actions_per_turn)
-        several = f", up to {args.max_actions_per_turn} a turn" if args.max_actions_per_turn > 1 else ""
+        per_turn = min(args.max_actions_per_turn, args.max_actions)
+        # Small models copy the example as it stands: where there is one action to give, it is one that can be played.
+        example = f" {args.separator} ".join(["action"] * per_turn) if per_turn > 1 else env.actions[0]
+        several = f", up to {per_turn} a turn" if per_turn > 1 else ""
         lines.append(f"Actions: {', '.join(env.actions)}; {args.max_actions} in all{several}.")
     think = "<think>your thoughts</think>" if args.think else ""
     lines.append(f"Answer in this form: {think}<answer>{example}</answer>")
@@ -1007,6 +1009,13 @@ def load_model(args: Args, source: str):
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         refuse(f"--model {source} cannot be loaded: {reason}; near names on this machine: {near_models(source)}")
+    if options:
+        # The weights come out of a .gguf file as plain float32, but the model counts as quantised and cannot be saved.
+        del model.config.quantization_config
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = model.generation_config
+        model = plain
     return model.eval(), tokenizer
 
 

@@ -96,3 +96,4 @@ def test_a_real_instruct_model_from_a_gguf_file_trains(tmp_path):
     records = run(arguments, tmp_path, 1500)
     assert [r["update"] for r in records] == [0, 1, 2, 3, 4, 5]
     assert max(r["sampler/gap_max"] for r in records[1:]) < 1e-3
+    assert records[-1]["total/optimizer_steps"] >= 1
