@@ -1045,7 +1045,7 @@ def main(args: Args):
     accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
     if accelerator.num_processes > 1:
         refuse(f"one process for now, got {accelerator.num_processes}; try accelerate launch --num_processes 1")
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # nothing of ours draws from it; a model with weights missing from its folder does
     batch_size = args.num_groups * args.group_size
     envs = make_envs(args, max(batch_size, args.val_episodes))
 

@@ -58,15 +58,19 @@ def make_tokenizer(template: str = QWEN, words: list[str] = WORDS):
 VOCAB = 24
 
 
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 def make_model(seed: int = 0, **config) -> Qwen2ForCausalLM:
     """Random weights, wide enough for distributions that are far from uniform."""
-    defaults = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+    defaults = SMALL | {
         "initializer_range": 0.25,
         "tie_word_embeddings": False,
         "bos_token_id": None,

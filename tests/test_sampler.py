@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_model
+from conftest import SMALL, VOCAB, make_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -296,16 +296,6 @@ def test_nothing_to_generate_gives_nothing(model):
 
 
 # ------------------------------------------------------------------------------------------------ models
-
-
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def test_model_with_sliding_attention_layers_is_refused():
