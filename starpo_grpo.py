@@ -3,6 +3,7 @@
 StarPO (State-Thinking-Actions-Reward Policy Optimization, RAGEN, arXiv:2504.20073) optimises whole trajectories. One
 update rolls out P groups of G trajectories; the members of a group share their initial state. A trajectory is up to K
 turns of observation -> <think> thinking </think> <answer> actions </answer> -> reward, kept as one list of tokens.
+Differs from starpo_ppo.py in: no critic, and the advantages, which come from the group.
 
     return         R_i  = sum over turns of (environment reward + format penalty)
     advantage      A_i  = (R_i - mean_group R) / (std_group R + 1e-6), the same on every sampled token of trajectory i
@@ -21,7 +22,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import ast
 import copy
 import difflib
 import importlib.util
@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Literal
 
 import gymnasium
-import jinja2
 import numpy as np
 import torch
 import tyro
@@ -47,13 +46,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 import envs as environments
+import llm
 import report
 import tiny
+from filtering import dead_groups, filter_groups, group_scores
 from generation import HFSampler, Sampled
+from llm import check_template, first_prompt, next_prompt, stop_tokens
 
 console = Console()
 transformers_logging.disable_progress_bar()
@@ -62,14 +64,37 @@ transformers_logging.disable_progress_bar()
 # ======================================================================================================================
 # 1  Arguments
 # ======================================================================================================================
+# What a name of the literature stands for; all else stays as in Args. --preset NAME, and flags beside it win.
+PRESETS = {
+    # StarPO of RAGEN, arXiv:2504.20073, Sec. 3: symmetric clip, a KL penalty.
+    "starpo": {"clip_high": 0.2, "kl_coef": 0.001, "kl_estimator": "k1"},
+    # StarPO-S of the same paper, Sec. 4: the quarter of the groups with the largest spread, no KL, clip-higher.
+    "starpo-s": {"filter": "top-k-25", "clip_high": 0.28, "kl_coef": 0.0},
+    # GRPO, arXiv:2402.03300: each response counts the same, whatever its length.
+    "grpo": {"estimator": "grpo", "aggregation": "seq-mean-token-mean"},
+    # DAPO, arXiv:2503.14476: clip-higher, dynamic sampling, token mean, overlong shaping, neither KL nor entropy bonus.
+    "dapo": {
+        "estimator": "grpo", "aggregation": "token-mean", "clip_high": 0.28, "max_rollouts": 3, "overlong_share": 0.2,
+        "ent_coef": 0.0, "kl_coef": 0.0,
+    },
+    # Dr. GRPO, arXiv:2503.20783: neither the std of the group nor the length of the response divides.
+    "dr-grpo": {"estimator": "dr-grpo", "aggregation": "seq-mean-token-sum"},
+    # RLOO, arXiv:2402.14740: REINFORCE on whole sequences, the mean of the others as baseline.
+    "rloo": {"estimator": "rloo", "aggregation": "seq-mean-token-sum"},
+}  # fmt: skip
+Preset = Literal["starpo", "starpo-s", "grpo", "dapo", "dr-grpo", "rloo"]
+
+
 @dataclass
 class Args:
     # ---- experiment
-    env: str = "frozen_lake"
-    """environment: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id with
-    text spaces"""
+    preset: Preset | None = None
+    """a named variant of the method: sets the arguments listed in PRESETS, each of which can still be given"""
+    env: tuple[str, ...] = ("frozen_lake",)
+    """environments: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id
+    with text spaces; with :N behind it, N of the groups, otherwise an even share"""
     env_options: tuple[str, ...] = ()
-    """options of the environment as name=value, for example size=6 slippery=True"""
+    """options of the environments as name=value, for example size=6 slippery=True"""
     model: str = "tiny"
     """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
     seed: int = 1
@@ -87,7 +112,7 @@ class Args:
 
     # ---- rollout
     num_groups: int | None = None
-    """P, groups per update; each has an initial state of its own; none: 128 / group_size"""
+    """P, groups per update; each has an initial state of its own; none: 128 / group_size, or the sum of --env NAME:N"""
     group_size: int | None = None
     """G, trajectories per group, at least 2; none: 16, with --model tiny 8, or 32 where an episode is one turn"""
     max_turns: int | None = None
@@ -104,16 +129,46 @@ class Args:
     """added to the return for each turn with no valid action, or with one that the environment does not know; 0: off"""
     max_new_tokens: int | None = None
     """tokens per response; none: 400, with --model tiny 24"""
+    overlong_share: float = 0.0
+    """last share of max_new_tokens over which overlong_penalty grows from 0 to its whole; 0: off"""
+    overlong_penalty: float = -1.0
+    """added to the return for a response of max_new_tokens"""
+    context: Literal["full", "window", "turn"] = "full"
+    """what the model sees: the whole trajectory, trained as one row; or the last turns, each turn trained as a row of
+    its own: as a chat (window), or written out in one user message (turn)"""
+    window: int | None = None
+    """turns that --context window or turn shows, the present one included; none: 3"""
     max_model_len: int = 3600
-    """tokens per trajectory; one without room for another response ends there, it is never cut"""
+    """tokens of prompt and response; full: a trajectory without room for another response ends there; window, turn:
+    whole turns are left out, the oldest first; nothing is ever cut"""
     temperature: float = 1.0
     """of sampling in training; the trained log-probs are those at this temperature"""
     sampler_tokens: int = 65_536
     """rows x tokens of the sampler's batch; the keys and values that it keeps between turns take as much again"""
 
+    # ---- filtering
+    filter: Literal["none", "snr", "reference", "main-table", "top-k-25"] = "none"
+    """which groups are trained on, by the spread of their environment returns; the presets of filtering.py"""
+    max_rollouts: int = 1
+    """above 1: groups whose returns are all equal are replaced by newly sampled ones, in up to this many rollouts an
+    update (dynamic sampling)"""
+    loss_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """advantages are scaled by the share of groups that was kept, or by its root"""
+
     # ---- algorithm
-    normalize: Literal["std", "none", "rloo"] = "std"
-    """group advantage: std (GRPO), none (Dr. GRPO: centred only), rloo (leave-one-out baseline)"""
+    estimator: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
+    """advantage within a group: grpo (R - mean) / std; dr-grpo R - mean; rloo R - mean of the others"""
+    reward_placement: Literal["end", "turn"] = "end"
+    """end: the return counts for every turn; turn: each turn is judged by the rewards from there on, against the
+    members of its group that played it"""
+    reward_norm: Literal["none", "mean", "mean-std", "asym-clip"] = "none"
+    """returns, penalties included, before any advantage: less their mean; over their std too; and clipped to [-1, 3]"""
+    reward_norm_over: Literal["group", "env", "batch"] = "batch"
+    """the trajectories whose mean and std --reward-norm takes"""
+    soft_reweight: bool = False
+    """scale the advantages of a group by its std of returns, relative to the largest of the batch"""
+    length_weight: bool = False
+    """divide the advantages of a trajectory by its number of sampled tokens, relative to the mean"""
     clip_low: float = 0.2
     """the ratio is clipped at 1 - clip_low"""
     clip_high: float = 0.28
@@ -150,6 +205,10 @@ class Args:
     """AdamW"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to this norm"""
+    optimizer: Literal["adamw", "adamw-fused", "adamw-8bit"] = "adamw"
+    """adamw-fused: one kernel for all weights; adamw-8bit: a quarter of the memory for the moments (bitsandbytes)"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer, and compute the rest again in the backward pass: less memory, slower"""
     bf16: bool = False
     """autocast to bfloat16 in sampling and training; weights and optimizer stay in float32"""
     threads: int = 0
@@ -159,7 +218,7 @@ class Args:
     val_every: int = 10
     """updates between validations; it also runs before the first and after the last update; 0: never"""
     val_episodes: int = 256
-    """episodes of a validation, on initial states that are the same in every run"""
+    """episodes of a validation in each environment, on initial states that are the same in every run"""
     val_temperature: float = 0.5
     """of sampling in validation"""
     save_every: int = 10
@@ -186,11 +245,12 @@ def system_prompt(env, args: Args) -> str:
     lines = [env.instruction.strip()]
     example = "your answer"
     if env.actions is not None:
-        per_turn = min(args.max_actions_per_turn, args.max_actions)
-        # Small models copy the example as it stands: where there is one action to give, it is one that can be played.
-        example = f" {args.separator} ".join(["action"] * per_turn) if per_turn > 1 else env.actions[0]
+        max_actions = args.max_actions or env.max_actions
+        per_turn = min(args.max_actions_per_turn, max_actions)
+        # Small models copy the example as it stands, so it is one that can be played.
+        example = f" {args.separator} ".join((env.actions * per_turn)[:per_turn])
         several = f", up to {per_turn} a turn" if per_turn > 1 else ""
-        lines.append(f"Actions: {', '.join(env.actions)}; {args.max_actions} in all{several}.")
+        lines.append(f"Actions: {', '.join(env.actions)}; {max_actions} in all{several}.")
     think = "<think>your thoughts</think>" if args.think else ""
     lines.append(f"Answer in this form: {think}<answer>{example}</answer>")
     return "\n".join(line for line in lines if line)
@@ -206,6 +266,15 @@ def user_message(turn: int, observation: str, actions_left: int, reward: float |
         lines.append(notice)
     lines.append(f"Turn {turn}, {actions_left} actions left.")
     return "\n".join([*lines, observation])
+
+
+def written_history(turns: list[dict], window: int, separator: str) -> str:
+    """The user message of the last of `turns` with up to window - 1 turns before it written out: what was seen, and
+    what was played; the thinking is left out, and so is text that no action was found in."""
+    lines = [f"Turns done: {len(turns) - 1}."] if len(turns) > 1 else []
+    for turn in turns[-window:-1]:
+        lines += [turn["user"], f"Your answer: {f' {separator} '.join(turn['actions']) or 'none'}"]
+    return "\n".join([*lines, turns[-1]["user"]])
 
 
 BETWEEN = re.compile(r"</think>\s*<answer>")
@@ -236,110 +305,17 @@ def parse_response(text: str, separator: str | None = "||", max_actions: int = 2
 
 
 # ======================================================================================================================
-# 3  Chat template: text becomes tokens once, and only at the end of the list
-# ======================================================================================================================
-def render(tokenizer, messages: list[dict], args: Args, add_generation_prompt: bool = True) -> list[int]:
-    return tokenizer.apply_chat_template(
-        messages,
-        tokenize=True,
-        add_generation_prompt=add_generation_prompt,
-        return_dict=False,
-        enable_thinking=args.think,  # read by the templates of Qwen3 and its kin, ignored by others
-    )
-
-
-def prefill(tokenizer, ids: list[int], args: Args) -> list[int]:
-    """`ids` with the opening tag that every response starts from, unless the template has put it there already."""
-    tag = "<think>" if args.think else "<answer>"
-    if tokenizer.decode(ids[-8:]).rstrip().endswith(tag):
-        return ids
-    return ids + tokenizer.encode(tag, add_special_tokens=False)
-
-
-def first_prompt(tokenizer, system: str, user: str, args: Args) -> list[int]:
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    return prefill(tokenizer, render(tokenizer, messages, args), args)
-
-
-REPLY = "ok"
-
-
-def dummy(exchanges: int) -> list[dict]:
-    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}] * exchanges
-
-
-def next_prompt(tokenizer, user: str, args: Args, exchanges: int = 1) -> list[int]:
-    """Token ids from the end of one response to the start of the next: closing tokens, user turn, assistant header.
-
-    Cut from a dummy conversation, so that a template which rewrites earlier turns (Qwen3 drops old thinking) never
-    touches the real one. Raises: ValueError where what follows a response cannot be told.
-    """
-    before = render(tokenizer, dummy(exchanges)[:-1], args, add_generation_prompt=False)
-    ids = render(tokenizer, [*dummy(exchanges), {"role": "user", "content": user}], args)
-    reply = tokenizer.encode(REPLY, add_special_tokens=False)
-    if ids[: len(before)] != before:
-        raise ValueError("it changes earlier messages when a message is added")
-    for end in range(len(before) + len(reply), len(ids) + 1):
-        if ids[end - len(reply) : end] == reply:
-            return prefill(tokenizer, ids[end:], args)
-    raise ValueError("it changes the text of a response, or drops it")
-
-
-def check_template(tokenizer, stop_ids: set[int], args: Args):
-    """Refuses a chat template under which a turn cannot be appended as a suffix. Raises: ValueError with the reason."""
-    if not tokenizer.chat_template:
-        raise ValueError(f"--model {args.model} has no chat template; take an instruct or chat model")
-    refusal = f"--model {args.model}: its chat template cannot be used over several turns, because "
-    remedy = "; take another model, or set tokenizer.chat_template to one that only appends"
-    try:
-        first_prompt(tokenizer, "system", "look", args)
-        # The probe must not hold the dummy reply, or a template that drops responses would seem to keep it.
-        once, twice = next_prompt(tokenizer, "?", args), next_prompt(tokenizer, "?", args, exchanges=2)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{refusal}it refuses a system message or an exchange ({error}){remedy}") from error
-    except ValueError as error:
-        raise ValueError(refusal + str(error) + remedy) from error
-    if once != twice:
-        raise ValueError(refusal + "what it writes after a response depends on the turns before" + remedy)
-    if once[0] not in stop_ids:
-        name = tokenizer.convert_ids_to_tokens(once[0])
-        raise ValueError(refusal + f"a response is closed by {name!r}, which is no stop token of the model" + remedy)
-    if not args.think and "<think>" in tokenizer.decode(once[-8:]) and "</think>" not in tokenizer.decode(once[-8:]):
-        raise ValueError(f"--model {args.model}: its chat template opens a thought itself; leave out --no-think")
-
-
-def check_room(env, tokenizer, args: Args):
-    """Refuses a context in which not even the first response has room. Raises: ValueError with the lengths."""
-    observation, _ = env.reset(seed=VAL_SEED)
-    user = user_message(1, observation, args.max_actions, None, "")
-    prompt = len(first_prompt(tokenizer, system_prompt(env, args), user, args))
-    if prompt + args.max_new_tokens > args.max_model_len:
-        raise ValueError(
-            f"max_model_len {args.max_model_len} has no room for a first prompt of {prompt} tokens and a response of "
-            f"max_new_tokens {args.max_new_tokens}; try --max-model-len {2 * (prompt + args.max_new_tokens)}"
-        )
-
-
-# ======================================================================================================================
-# 4  Trajectory assembly and rollout
+# 3  Trajectory assembly and rollout
 # ======================================================================================================================
 @dataclass
-class Trajectory:
-    """One episode. The four token lists are of equal length and are written together, in `append` alone."""
+class Sample:
+    """One row of training: a whole trajectory (--context full), or one turn of it, with the very prompt that the
+    sampler saw. The four lists are of equal length and are written together, in `append` alone."""
 
-    index: int  # position in the batch, and of its environment
-    group: int
-    member: int
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)  # 1 exactly on sampled tokens
     turn_ids: list[int] = field(default_factory=list)  # the turn in which the token was appended, from 0
     sampler_logprobs: list[float] = field(default_factory=list)  # nats; 0 where nothing was sampled
-    rewards: list[float] = field(default_factory=list)  # environment reward of each turn
-    penalties: list[float] = field(default_factory=list)  # format penalty of each turn
-    turns: list[dict] = field(default_factory=list)  # what a person reads: texts, actions, flags
-    num_actions: int = 0
-    success: bool = False
-    ended: str = ""  # done (by the environment) | actions | turns | context: which budget ran out
 
     def append(self, ids: list[int], turn: int, logprobs: list[float] | None = None):
         """Token ids at the end; sampled ones come with their log-probs."""
@@ -347,6 +323,30 @@ class Trajectory:
         self.loss_mask += [int(logprobs is not None)] * len(ids)
         self.turn_ids += [turn] * len(ids)
         self.sampler_logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
+
+    def response(self) -> list[int]:
+        return [token for token, sampled in zip(self.ids, self.loss_mask, strict=True) if sampled]
+
+
+@dataclass
+class Trajectory:
+    """One episode: one sample that grows (--context full), or one for each turn."""
+
+    index: int  # of its environment among those of the rollout
+    group: int
+    member: int
+    env: str
+    samples: list[Sample] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # environment reward of each turn
+    penalties: list[float] = field(default_factory=list)  # format and length penalties of each turn
+    turns: list[dict] = field(default_factory=list)  # what a person reads: texts, actions, flags
+    num_actions: int = 0
+    success: bool = False
+    ended: str = ""  # done (by the environment) | actions | turns | context: which budget ran out
+
+    def num_tokens(self) -> int:
+        """Sampled ones, of all turns."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
 
 
 # Streams of random numbers. Every draw has an address: (seed, stream, update, group, member, turn).
@@ -363,12 +363,15 @@ Generate = Callable[[list[Trajectory], list[int]], list[Sampled]]
 
 
 def sample_with(sampler, args: Args, temperature: float) -> Generate:
-    return lambda active, seeds: sampler.generate([t.ids for t in active], seeds, args.max_new_tokens, temperature)
+    def generate(active: list[Trajectory], seeds: list[int]) -> list[Sampled]:
+        return sampler.generate([t.samples[-1].ids for t in active], seeds, args.max_new_tokens, temperature)
+
+    return generate
 
 
 def rollout(
     envs: list, generate: Generate, tokenizer, args: Args, seed: int, update: int, num_groups: int, group_size: int,
-    first_start: int | None = None,
+    first_group: int = 0, first_start: int | None = None,
 ) -> list[Trajectory]:  # fmt: skip
     """num_groups x group_size finished trajectories, in order of group, then member.
 
@@ -377,33 +380,78 @@ def rollout(
     """
     trajectories = []
     for index in range(num_groups * group_size):
-        group, member = divmod(index, group_size)
+        env, group, member = envs[index], first_group + index // group_size, index % group_size
         start = address(seed, START, update, group) if first_start is None else first_start + group
         chance = address(seed, CHANCE, update, group, member)
-        env = envs[index]
         observation, _ = env.reset(seed=start, options={"chance_seed": chance})
-        trajectory = Trajectory(index, group, member)
-        user = user_message(1, observation, args.max_actions, None, "")
-        trajectory.append(first_prompt(tokenizer, system_prompt(env, args), user, args), turn=0)
+        trajectory = Trajectory(index, group, member, env.name)
+        user = user_message(1, observation, args.max_actions or env.max_actions, None, "")
         trajectory.turns.append({"user": user, "observation": observation})
+        begin_turn(env, trajectory, tokenizer, args)
         trajectories.append(trajectory)
 
-    for turn in range(args.max_turns):
-        for trajectory in trajectories:
-            if not trajectory.ended and len(trajectory.ids) + args.max_new_tokens > args.max_model_len:
-                trajectory.ended = "context"
-        active = [t for t in trajectories if not t.ended]
-        if not active:
-            break
+    turn = 0
+    while active := [t for t in trajectories if not t.ended]:
         seeds = [address(seed, SAMPLE, update, t.group, t.member, turn) for t in active]
         for trajectory, sampled in zip(active, generate(active, seeds), strict=True):
-            trajectory.append(sampled.token_ids, turn, sampled.logprobs)
+            trajectory.samples[-1].append(sampled.token_ids, turn, sampled.logprobs)
             play_turn(envs[trajectory.index], trajectory, sampled, tokenizer, turn, args)
+        turn += 1
     return trajectories
 
 
+def begin_turn(env, trajectory: Trajectory, tokenizer, args: Args):
+    """Writes the prompt of the turn that begins: at the end of the one sample (full), or as a sample of its own.
+
+    Where prompt and response have no room in max_model_len, window and turn leave out whole turns, the oldest first and
+    never the present one; what still has no room ends the trajectory.
+    """
+    turn = len(trajectory.turns) - 1
+    if args.context == "full" and turn > 0:
+        follow(trajectory.samples[0], next_prompt(tokenizer, trajectory.turns[-1]["user"], args), turn)
+    else:
+        for shown in range(min(turn + 1, args.window or 1), 0, -1):
+            sample = turn_prompt(env, trajectory, tokenizer, shown, args)
+            if len(sample.ids) + args.max_new_tokens <= args.max_model_len:
+                break
+        trajectory.samples.append(sample)
+    if len(trajectory.samples[-1].ids) + args.max_new_tokens > args.max_model_len:
+        trajectory.ended = "context"
+        if args.context != "full":
+            trajectory.samples.pop()  # nothing was sampled after this prompt, so there is nothing to train
+
+
+def turn_prompt(env, trajectory: Trajectory, tokenizer, shown: int, args: Args) -> Sample:
+    """A sample that holds the prompt of the present turn alone, with the last `shown` turns in view (this one
+    included): as a chat, in which earlier responses stand as they were sampled, or written out in one message."""
+    sample, turn, system = Sample(), len(trajectory.turns) - 1, system_prompt(env, args)
+    if args.context == "turn":
+        user = written_history(trajectory.turns, shown, args.separator)
+        sample.append(first_prompt(tokenizer, system, user, args), turn)
+        return sample
+    first = turn + 1 - shown
+    sample.append(first_prompt(tokenizer, system, trajectory.turns[first]["user"], args), turn)
+    for earlier in range(first, turn):
+        sample.append(trajectory.samples[earlier].response(), turn)
+        follow(sample, next_prompt(tokenizer, trajectory.turns[earlier + 1]["user"], args), turn)
+    return sample
+
+
+def follow(sample: Sample, suffix: list[int], turn: int):
+    # The suffix starts with the token that closes a response; most responses were sampled with it.
+    sample.append(suffix[1:] if sample.ids[-1:] == suffix[:1] else suffix, turn)
+
+
+def overlong(num_tokens: int, args: Args) -> float:
+    """Penalty of one response, 0 up to the last share of max_new_tokens, then linear. DAPO, arXiv:2503.14476."""
+    buffer = args.overlong_share * args.max_new_tokens
+    if buffer == 0:
+        return 0.0
+    return args.overlong_penalty * min(1.0, max(0.0, (num_tokens - args.max_new_tokens + buffer) / buffer))
+
+
 def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: int, args: Args):
-    """One response is parsed and played; then the next user turn is appended, or the trajectory ends."""
+    """One response is parsed and played; then the next prompt is written, or the trajectory ends."""
     sampled_ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
     text = ("<think>" if args.think else "<answer>") + tokenizer.decode(sampled_ids)
     free_text = env.actions is None
@@ -413,8 +461,9 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
     actions = parsed.actions if free_text else [names[a.lower()] for a in parsed.actions if a.lower() in names]
     malformed = not actions or len(actions) < len(parsed.actions)
 
+    max_actions = args.max_actions or env.max_actions
     reward, terminated, truncated, info, played, effective = 0.0, False, False, {}, [], False
-    for action in actions[: args.max_actions - trajectory.num_actions]:
+    for action in actions[: max_actions - trajectory.num_actions]:
         observation, action_reward, terminated, truncated, info = env.step(action)
         reward += float(action_reward)
         played.append(action)
@@ -422,8 +471,9 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
         if terminated or truncated:
             break
     trajectory.num_actions += len(played)
+    # EDIT HERE: what a turn is paid for beyond the environment's reward.
     trajectory.rewards.append(reward)
-    trajectory.penalties.append(args.format_penalty if malformed else 0.0)
+    trajectory.penalties.append((args.format_penalty if malformed else 0.0) + overlong(len(sampled.token_ids), args))
     if played:
         trajectory.success = bool(info.get("success", False))
     trajectory.turns[-1] |= {
@@ -439,9 +489,9 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
     }
     if terminated or truncated:
         trajectory.ended = "done"
-    elif trajectory.num_actions >= args.max_actions:
+    elif trajectory.num_actions >= max_actions:
         trajectory.ended = "actions"
-    elif turn + 1 >= args.max_turns:
+    elif turn + 1 >= (args.max_turns or env.max_turns):
         trajectory.ended = "turns"
     if trajectory.ended:
         return
@@ -449,20 +499,18 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
     notice = "" if actions else NOTICE
     if not played:
         observation = trajectory.turns[-1]["observation"]
-    user = user_message(turn + 2, observation, args.max_actions - trajectory.num_actions, reward, notice)
-    suffix = next_prompt(tokenizer, user, args)
-    # The suffix starts with the token that closes a response; most responses were sampled with it.
-    trajectory.append(suffix[1:] if sampled.token_ids[-1:] == suffix[:1] else suffix, turn + 1)
+    user = user_message(turn + 2, observation, max_actions - trajectory.num_actions, reward, notice)
     trajectory.turns.append({"user": user, "observation": observation})
+    begin_turn(env, trajectory, tokenizer, args)
 
 
 # ======================================================================================================================
-# 5  Log-probs
+# 4  Log-probs
 # ======================================================================================================================
-def pad(trajectories: list[Trajectory], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pad(samples: list[Sample], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """ids_BT, attention_mask_BT, loss_mask_BS, padded on the right; S is shifted to the target token."""
-    ids = [torch.tensor(t.ids) for t in trajectories]
-    loss_masks = [torch.tensor(t.loss_mask, dtype=torch.float32) for t in trajectories]
+    ids = [torch.tensor(sample.ids) for sample in samples]
+    loss_masks = [torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]
     ids_BT, loss_mask_BT = pad_sequence(ids, batch_first=True), pad_sequence(loss_masks, batch_first=True)
     attention_mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     return ids_BT.to(device), attention_mask_BT.to(device), loss_mask_BT[:, 1:].to(device)
@@ -500,15 +548,54 @@ def microbatches(lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 # ======================================================================================================================
-# 6  Advantages
+# 5  Advantages
 # ======================================================================================================================
-def dead_groups(returns_PG: np.ndarray) -> np.ndarray:
-    """(P,) bool: whether all returns of a group are equal, up to the rounding of a sum of rewards.
+def normalize_returns(returns_B: np.ndarray, keys_B: list, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (B,), each set against those with its key, and the factors (B,) by which they were scaled.
 
-    Such a group says nothing: R - mean is rounding error, which division by a tiny std would turn into a signal.
+    none: R; mean: R - mean; mean-std: (R - mean) / (std + 1e-6), ddof 1; asym-clip: the same, clipped to [-1, 3]. Where
+    all returns of a key are equal, 0. Source: the code of arXiv:2504.20073 (reward_normalization).
     """
-    spread_P = returns_PG.max(1) - returns_PG.min(1)
-    return spread_P <= 1e-9 * np.abs(returns_PG).max(1)
+    normalized_B, scales_B = np.array(returns_B, dtype=np.float64), np.ones(len(returns_B))
+    if method == "none":
+        return normalized_B, scales_B
+    for key in set(keys_B):
+        rows = [i for i, k in enumerate(keys_B) if k == key]
+        returns = normalized_B[rows]
+        dead = dead_groups(returns[None])[0]
+        if method != "mean":
+            scales_B[rows] = 0.0 if dead else 1 / (returns.std(ddof=1) + 1e-6)
+        normalized_B[rows] = 0.0 if dead else (returns - returns.mean()) * scales_B[rows]
+    return normalized_B.clip(-1, 3) if method == "asym-clip" else normalized_B, scales_B
+
+
+def turn_rewards(trajectories: list[Trajectory], args: Args) -> list[np.ndarray]:
+    """(K,) for each trajectory: what each of its turns is paid, environment reward and penalties.
+
+    --reward-norm scales the turns of a trajectory alike and gives the rest to the last, so that they sum to the
+    normalised return; --reward-placement end puts all of it there.
+    """
+    # EDIT HERE: what the policy is trained to maximise.
+    rewards = [np.array(t.rewards, dtype=np.float64) + np.array(t.penalties) for t in trajectories]
+    keys_B = [{"group": t.group, "env": t.env, "batch": 0}[args.reward_norm_over] for t in trajectories]
+    returns_B, scales_B = normalize_returns(np.array([r.sum() for r in rewards]), keys_B, args.reward_norm)
+    for i in range(len(rewards)):
+        rewards[i] = rewards[i] * (scales_B[i] if args.reward_placement == "turn" else 0.0)
+        rewards[i][-1:] += returns_B[i] - rewards[i].sum()
+    return rewards
+
+
+def advantage_factors(trajectories: list[Trajectory], kept_share: float, args: Args) -> np.ndarray:
+    """(B,) what the advantages of a trajectory are multiplied by: --soft-reweight, --loss-scaling, --length-weight."""
+    factors_B = np.ones(len(trajectories))
+    if args.soft_reweight:
+        spread_P = group_scores(returns_by_group(trajectories, args.group_size), "reward_std")
+        factors_B *= np.repeat(spread_P / (spread_P.max() + 1e-6), args.group_size)
+    factors_B *= {"none": 1.0, "linear": kept_share, "sqrt": kept_share**0.5}[args.loss_scaling]
+    if args.length_weight:
+        lengths_B = np.array([t.num_tokens() for t in trajectories])
+        factors_B *= lengths_B.mean() / np.maximum(lengths_B, 1)
+    return factors_B
 
 
 def group_advantages(returns_PG: np.ndarray, normalize: str = "std") -> np.ndarray:
@@ -534,8 +621,32 @@ def group_advantages(returns_PG: np.ndarray, normalize: str = "std") -> np.ndarr
     return np.where(dead_groups(returns_PG)[:, None], 0.0, advantages_PG)
 
 
+def turn_advantages(rewards: list[np.ndarray], group_size: int, args: Args) -> list[np.ndarray]:
+    """(K,) for each trajectory, from the (K,) rewards of its turns.
+
+    --reward-placement end: the group advantage of the return, for every turn. turn: that of the sum of rewards from the
+    turn on, within the members of the group that played this turn; 0 for one that played it alone.
+    """
+    normalize = {"grpo": "std", "dr-grpo": "none", "rloo": "rloo"}[args.estimator]
+    if args.reward_placement == "end":
+        returns_PG = np.array([r.sum() for r in rewards]).reshape(-1, group_size)
+        advantages_B = group_advantages(returns_PG, normalize).reshape(-1)
+        return [np.full(len(r), a) for r, a in zip(rewards, advantages_B, strict=True)]
+    to_go = [r[::-1].cumsum()[::-1] for r in rewards]
+    advantages = [np.zeros(len(r)) for r in rewards]
+    for first in range(0, len(rewards), group_size):
+        group = range(first, first + group_size)
+        for turn in range(max(len(rewards[i]) for i in group)):
+            players = [i for i in group if len(rewards[i]) > turn]
+            if len(players) > 1:
+                returns_1G = np.array([[to_go[i][turn] for i in players]])
+                for i, advantage in zip(players, group_advantages(returns_1G, normalize)[0], strict=True):
+                    advantages[i][turn] = advantage
+    return advantages
+
+
 # ======================================================================================================================
-# 7  Loss
+# 6  Loss
 # ======================================================================================================================
 def token_weights(
     loss_mask_BS: torch.Tensor, aggregation: str, num_tokens: float | None = None, num_sequences: float | None = None
@@ -608,7 +719,7 @@ def kl_loss(
 
 
 # ======================================================================================================================
-# 8  Optimisation
+# 7  Optimisation
 # ======================================================================================================================
 POLICY_METRICS = (
     "loss pg_loss entropy kl grad_norm clipfrac dual_clipfrac approx_kl ratio advantage_abs learning_rate "
@@ -617,23 +728,26 @@ POLICY_METRICS = (
 
 
 @torch.no_grad()
-def score(model, trajectories: list[Trajectory], args: Args, accelerator) -> list[torch.Tensor]:
-    """Log-probs (S,) of each trajectory under `model` as it is now."""
-    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(trajectories)
-    for rows in microbatches([len(t.ids) for t in trajectories], args.microbatch_tokens):
-        ids_BT, attention_mask_BT, loss_mask_BS = pad([trajectories[i] for i in rows], accelerator.device)
+def score(model, samples: list[Sample], args: Args, accelerator) -> list[torch.Tensor]:
+    """Log-probs (S,) of each sample under `model` as it is now."""
+    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for rows in microbatches([len(sample.ids) for sample in samples], args.microbatch_tokens):
+        ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[i] for i in rows], accelerator.device)
         with accelerator.autocast():
             logprobs_BS, _ = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
         for i, row in zip(rows, logprobs_BS, strict=True):
-            logprobs[i] = row[: len(trajectories[i].ids) - 1]
+            logprobs[i] = row[: len(samples[i].ids) - 1]
     return logprobs
 
 
-def sampler_gap(trajectories: list[Trajectory], logprobs: list[torch.Tensor]) -> dict[str, float]:
+def sampler_gap(samples: list[Sample], logprobs: list[torch.Tensor]) -> dict[str, float]:
     """How far the sampler's log-probs are from the trainer's on the same tokens, nats; kl is the k3 estimate."""
-    masks = [torch.tensor(t.loss_mask[1:], dtype=torch.bool) for t in trajectories]
-    trainer_M = torch.cat([row.cpu()[mask] for row, mask in zip(logprobs, masks, strict=True)])
-    sampler_M = torch.cat([torch.tensor(t.sampler_logprobs[1:])[m] for t, m in zip(trajectories, masks, strict=True)])
+    masks = [torch.tensor(sample.loss_mask[1:], dtype=torch.bool) for sample in samples]
+    empty = torch.empty(0)  # of a batch in which nothing was sampled
+    trainer_M = torch.cat([empty, *(row.cpu()[mask] for row, mask in zip(logprobs, masks, strict=True))])
+    sampler_M = torch.cat(
+        [empty, *(torch.tensor(s.sampler_logprobs[1:])[m] for s, m in zip(samples, masks, strict=True))]
+    )
     gap_M = trainer_M - sampler_M if len(trainer_M) else torch.tensor([float("nan")])
     return {
         "sampler/gap_mean": gap_M.abs().mean().item(),
@@ -642,47 +756,67 @@ def sampler_gap(trajectories: list[Trajectory], logprobs: list[torch.Tensor]) ->
     }
 
 
+def recompute(model, on: bool):
+    """Gradient checkpointing, which transformers does in training mode alone: its layers enter it, dropout does not."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = on
+
+
 def optimise(
     policy, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int, state: dict,
-    notes: dict[str, str],
+    notes: dict[str, str], kept_share: float = 1.0,
 ) -> dict[str, float]:  # fmt: skip
     """One update of the policy: advantages, then epochs x minibatches of the clipped loss. Returns the metrics; `state`
     counts steps, and `notes` says why a metric is NaN."""
     device = accelerator.device
+    samples = [sample for t in trajectories for sample in t.samples]
+    ends = np.cumsum([len(t.samples) for t in trajectories])
+    samples_of = [range(end - len(t.samples), end) for t, end in zip(trajectories, ends, strict=True)]
     # The ratio is taken against the trainer's own log-probs: a sampler's kernels differ, and it would not start at 1.
-    old_logprobs = score(policy, trajectories, args, accelerator)
-    ref_logprobs = score(ref_policy, trajectories, args, accelerator) if ref_policy is not None else None
-    metrics = sampler_gap(trajectories, old_logprobs)
+    old_logprobs = score(policy, samples, args, accelerator)
+    ref_logprobs = score(ref_policy, samples, args, accelerator) if ref_policy is not None else None
+    metrics = sampler_gap(samples, old_logprobs)
 
-    returns_B = np.array([sum(t.rewards) + sum(t.penalties) for t in trajectories])
+    # ---- advantages
+    rewards = turn_rewards(trajectories, args)
     if ref_logprobs is not None and args.kl_in == "reward":
-        # Where nothing was sampled both log-probs are 0, and so is every estimate.
-        kl_B = [
-            kl_estimate(old, ref, args.kl_estimator).sum().item()
-            for old, ref in zip(old_logprobs, ref_logprobs, strict=True)
-        ]
-        returns_B = returns_B - args.kl_coef * np.array(kl_B)
-    advantages_B = group_advantages(returns_B.reshape(args.num_groups, args.group_size), args.normalize).reshape(-1)
-    if not advantages_B.any():
+        for i, t in enumerate(trajectories):
+            for j in samples_of[i]:
+                # Where nothing was sampled both log-probs are 0, and so is every estimate.
+                kl_S = kl_estimate(old_logprobs[j], ref_logprobs[j], args.kl_estimator).cpu().double().numpy()
+                turns_S = np.array(t.samples[j - samples_of[i][0]].turn_ids[1:])
+                last = len(rewards[i]) - 1
+                turns_S = np.full_like(turns_S, last) if args.reward_placement == "end" else turns_S.clip(max=last)
+                np.subtract.at(rewards[i], turns_S, args.kl_coef * kl_S)
+    factors_B = advantage_factors(trajectories, kept_share, args)
+    advantages: list[torch.Tensor] = []  # (S,) of each sample
+    turn_advantages_B = turn_advantages(rewards, args.group_size, args)
+    for t, per_turn, factor in zip(trajectories, turn_advantages_B, factors_B, strict=True):
+        per_turn = torch.tensor([*(factor * per_turn), 0.0], dtype=torch.float32)  # a prompt may follow the last turn
+        advantages += [per_turn[s.turn_ids[1:]] * torch.tensor(s.loss_mask[1:]) for s in t.samples]
+    if not any(row.any() for row in advantages):
         state["skipped_updates"] += 1
-        notes["policy/*"] = f"update skipped: in each of the {args.num_groups} groups all returns are equal"
+        groups = len(trajectories) // args.group_size
+        notes["policy/*"] = f"update skipped: in each of the {groups} groups all returns are equal"
         return metrics | {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
 
+    # ---- minibatches
+    recompute(policy, args.gradient_checkpointing)
     steps: list[dict[str, float]] = []
     for epoch in range(args.epochs):
         order = np.random.default_rng(address(args.seed, SHUFFLE, update, epoch)).permutation(len(trajectories))
-        for minibatch in np.split(order, len(order) // args.minibatch_size):
-            chosen = [trajectories[i] for i in minibatch]
-            num_tokens = sum(sum(t.loss_mask) for t in chosen)
-            num_sequences = sum(any(t.loss_mask) for t in chosen)
+        # Groups may have been left out: as many steps as are needed, of about equal size.
+        for minibatch in np.array_split(order, -(-len(order) // args.minibatch_size)):
+            chosen = [j for i in minibatch for j in samples_of[i]]
+            num_tokens = sum(sum(samples[j].loss_mask) for j in chosen)
+            num_sequences = sum(any(samples[j].loss_mask) for j in chosen)
             totals: Counter = Counter()
-            for picked in microbatches([len(t.ids) for t in chosen], args.microbatch_tokens):
-                rows = minibatch[picked]  # their positions in the batch
-                ids_BT, attention_mask_BT, loss_mask_BS = pad([trajectories[i] for i in rows], device)
-                old_logprobs_BS = pad_sequence([old_logprobs[i] for i in rows], batch_first=True)
-                advantages_BS = (
-                    torch.tensor(advantages_B[rows], dtype=torch.float32, device=device)[:, None] * loss_mask_BS
-                )
+            for picked in microbatches([len(samples[j].ids) for j in chosen], args.microbatch_tokens):
+                rows = [chosen[n] for n in picked]
+                ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[j] for j in rows], device)
+                old_logprobs_BS = pad_sequence([old_logprobs[j] for j in rows], batch_first=True)
+                advantages_BS = pad_sequence([advantages[j] for j in rows], batch_first=True).to(device)
                 logprobs_BS, entropies_BS = token_logprobs(
                     policy, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature
                 )
@@ -695,9 +829,10 @@ def optimise(
                 entropy = (entropies_BS * weights_BS).sum()
                 mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
                 stats["policy/entropy"] = (entropies_BS * mean_BS).sum()
+                stats["policy/advantage_abs"] = (advantages_BS.abs() * mean_BS).sum()
                 kl = stats["policy/kl"] = torch.zeros((), device=device)
                 if ref_logprobs is not None:
-                    ref_logprobs_BS = pad_sequence([ref_logprobs[i] for i in rows], batch_first=True)
+                    ref_logprobs_BS = pad_sequence([ref_logprobs[j] for j in rows], batch_first=True)
                     kl_BS = kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator)
                     kl = (kl_BS * weights_BS).sum()
                     stats["policy/kl"] = (kl_BS * mean_BS).sum()
@@ -729,28 +864,33 @@ def optimise(
                     "; lower --learning-rate or --max-grad-norm"
                 )
             steps.append(totals | {"policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
+    recompute(policy, False)
     for name in steps[0]:
         metrics[name] = mean([step[name] for step in steps])
     metrics["policy/nonfinite_steps"] = sum(step["policy/nonfinite_steps"] for step in steps)
-    metrics["policy/advantage_abs"] = mean(np.abs(advantages_B))
     metrics["policy/learning_rate"] = learning_rate
     return metrics
 
 
 # ======================================================================================================================
-# 9  Run folder and screen
+# 8  Metrics and screen
 # ======================================================================================================================
 def mean(values: list[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 
+def returns_by_group(trajectories: list[Trajectory], group_size: int) -> np.ndarray:
+    """(P, G) sums of the environment's rewards, penalties left out."""
+    return np.array([sum(t.rewards) for t in trajectories]).reshape(-1, group_size)
+
+
 def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str) -> dict[str, float]:
-    """What happened in the environments; rates are shares of trajectories, or of turns where they say so."""
+    """What happened in the environments, of all and, where there are several, of each; rates are shares of
+    trajectories, or of turns where they say so."""
     turns = [turn for t in trajectories for turn in t.turns if "response" in turn]
-    returns_B = np.array([sum(t.rewards) for t in trajectories])
     metrics = {
         "success": mean([t.success for t in trajectories]),
-        "return": mean(returns_B),  # of the environment
+        "return": mean([sum(t.rewards) for t in trajectories]),  # of the environment
         "penalty": mean([sum(t.penalties) for t in trajectories]),
         "turns": mean([len(t.rewards) for t in trajectories]),
         "actions": mean([t.num_actions for t in trajectories]),
@@ -759,10 +899,10 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         "cut_turns": mean([turn["finish_reason"] == "length" for turn in turns]),  # hit max_new_tokens
         "context_ended": mean([t.ended == "context" for t in trajectories]),
         "response_tokens": mean([turn["tokens"] for turn in turns]),
-        "trajectory_tokens": mean([len(t.ids) for t in trajectories]),
+        "trajectory_tokens": mean([sum(len(sample.ids) for sample in t.samples) for t in trajectories]),
     }
     if group_size > 1:
-        returns_PG = returns_B.reshape(-1, group_size)
+        returns_PG = returns_by_group(trajectories, group_size)
         successes_PG = np.array([t.success for t in trajectories]).reshape(-1, group_size)
         metrics |= {
             f"pass@{group_size}": mean(successes_PG.any(1)),
@@ -771,55 +911,11 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         }
     for name in sorted({name for turn in turns for name in turn["info"]} - {"success"}):
         metrics[f"info/{name}"] = mean([turn["info"][name] for turn in turns if name in turn["info"]])
-    return {prefix + name: value for name, value in metrics.items()}
-
-
-def append_line(path: Path, record: dict):
-    """One JSON object on a line of its own. A number that could not be had is null; "notes" says why."""
-    clean = {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in record.items()}
-    with path.open("a") as file:
-        file.write(json.dumps(clean) + "\n")  # in ASCII: some characters that a model writes would end the line
-
-
-def cut_lines(path: Path, last_update: int):
-    """Drops the lines after `last_update`, and one that was half written when the run was killed."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if record["update"] <= last_update:
-            kept.append(line + "\n")
-    write_file(path, "".join(kept))
-
-
-def write_file(path: Path, text: str):
-    """All of it or nothing: the file gets its name only when complete."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def save_checkpoint(run_dir: Path, update: int, model, tokenizer, trainer_state: dict, keep: int):
-    """A plain Hugging Face folder, plus trainer.pt. It gets its name only when complete: none is ever half written."""
-    folder = run_dir / "checkpoints"
-    temporary = folder / f".{update}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    torch.save(trainer_state, temporary / "trainer.pt")
-    final = folder / str(update)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(temporary, final)
-    for old in checkpoints(run_dir)[:-keep] if keep else []:
-        shutil.rmtree(old)
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    found = [path for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit()]
-    return sorted(found, key=lambda path: int(path.name))
+    metrics = {prefix + name: value for name, value in metrics.items()}
+    names = dict.fromkeys(t.env for t in trajectories)
+    for name in names if len(names) > 1 else []:
+        metrics |= rollout_metrics([t for t in trajectories if t.env == name], group_size, f"{prefix}{name}/")
+    return metrics
 
 
 def trajectory_record(trajectory: Trajectory, update: int, phase: str) -> dict:
@@ -835,103 +931,76 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
     return "  ".join([line, *notes.values()])
 
 
-def print_header(args: Args, model, run_dir: Path):
+def print_header(args: Args, envs: list, model, run_dir: Path):
     """What this run is, with the paper's symbols beside their flags."""
     size = sum(p.numel() for p in model.parameters()) / 1e6
     minibatches = args.num_groups * args.group_size // args.minibatch_size
-    console.print(
-        f"[bold]{args.env}[/] with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}\n"
+    turns = {env.name: args.max_turns or env.max_turns for env in envs}
+    lines = [
+        f"[bold]{' '.join(args.env)}[/] with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}",
         f"P = {args.num_groups} groups (--num-groups) x G = {args.group_size} (--group-size), up to K = "
-        f"{args.max_turns} turns (--max-turns); {args.updates} updates of {args.epochs} x {minibatches} steps",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def start_tracking(args: Args, run_dir: Path):
-    """A Weights & Biases run; offline without an account or a network, so that tracking never stops training."""
-    import wandb
-
-    run = dict(project=args.wandb_project, name=run_dir.name, dir=str(run_dir), config=asdict(args))
-    mode = os.environ.get("WANDB_MODE", "online")
-    if mode == "online" and not (os.environ.get("WANDB_API_KEY") or wandb.login(prompt=False)):
-        mode = "offline"
-    try:
-        return wandb.init(**run, mode=mode, settings=wandb.Settings(init_timeout=30))
-    except wandb.errors.Error as error:
-        console.print(f"[yellow]wandb: {error}; tracking offline[/]")
-        return wandb.init(**run, mode="offline")
-
-
-def print_trajectory(trajectory: Trajectory, tokenizer):
-    """The tokens of an episode as the model saw them; those that are trained stand out."""
-    text = Text()
-    for token, trained in zip(trajectory.ids, trajectory.loss_mask, strict=True):
-        text.append(tokenizer.decode([token]), style="bold black on green" if trained else "dim")
-    console.rule(f"group {trajectory.group}, member {trajectory.member}: tokens on green are trained")
-    console.print(text)
-    console.rule(
-        f"return {sum(trajectory.rewards):g}, penalty {sum(trajectory.penalties):g}, ended: {trajectory.ended}"
-    )
+        f"{', '.join(map(str, turns.values()))} turns (--max-turns); {args.updates} updates of {args.epochs} x "
+        f"{minibatches} steps",
+    ]
+    if args.preset:
+        values = (f"--{name.replace('_', '-')} {getattr(args, name)}" for name in PRESETS[args.preset])
+        lines.append(f"{args.preset} = {' '.join(values)}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 # ======================================================================================================================
-# 10  Main
+# 9  Main
 # ======================================================================================================================
 def refuse(message: str):
     console.print(Text(f"error: {message}", style="red"), soft_wrap=True)
     raise SystemExit(2)
 
 
-def derive(args: Args, env) -> Args:
-    """The arguments, with those filled in that depend on the model or the environment."""
+def derive(args: Args, envs: list) -> Args:
+    """The arguments, with those filled in that depend on the model or the environments (one of each)."""
     small = args.model == "tiny"
     # One turn, one draw: where a rare payout is compared with a sure one, a small group most often sees no payout, and
     # dividing by its small spread makes the policy shun the better arm (benchmarks/cpu.md).
-    group_size = args.group_size or ((32 if env.max_turns == 1 else 8) if small else 16)
+    one_turn = all(env.max_turns == 1 for env in envs)
+    group_size = args.group_size or ((32 if one_turn else 8) if small else 16)
+    numbers = list(environments.split_groups(args.env).values())
     defaults = {
         "group_size": group_size,
-        "num_groups": max(1, 128 // group_size),
+        "num_groups": sum(numbers) if all(numbers) else max(1, 128 // group_size),
+        "window": 3 if args.context != "full" else None,
         "updates": 40 if small else 200,
         "max_new_tokens": 24 if small else 400,
         "learning_rate": 5e-4 if small else 1e-6,
         "lr_warmup": 8 if small else 0,
         "lr_decay": small,
-        "max_turns": env.max_turns,
-        "max_actions": env.max_actions,
     }
     return replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
 
 
-def make_envs(args: Args, number: int) -> list:
-    options = {}
-    for option in args.env_options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            refuse(f"--env-options takes name=value, got {option!r}; for example size=6")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
+def make_envs(args: Args, numbers: dict[str, int]) -> list:
+    """`numbers` environments of each name, one name after the other."""
     try:
-        envs = [environments.make(args.env, **options) for _ in range(number)]
-        observation, _ = envs[0].reset(seed=0)  # options can be impossible in ways that only a reset finds out
+        return environments.make_all(numbers, args.env_options)
     except (ValueError, TypeError, ImportError, gymnasium.error.Error) as error:
-        refuse(f"--env {args.env}: {error}")
-    if not isinstance(observation, str):
-        refuse(f"--env {args.env}: observations must be text, reset returned a {type(observation).__name__}; wrap it")
-    return envs
+        refuse(f"--env: {error}")
 
 
-def check(args: Args, env):
+def groups_of_each(args: Args) -> dict[str, int]:
+    """Name of each environment -> its number of groups: as given, or an even share of num_groups."""
+    groups = environments.split_groups(args.env)
+    share, rest = divmod(args.num_groups, len(groups))
+    return {name: number or share + (i < rest) for i, (name, number) in enumerate(groups.items())}
+
+
+def check(args: Args, envs: list):
     """Refuses arguments that cannot work, before any model loads: the rule, the values, a remedy."""
     at_least_one = "num_groups epochs minibatch_size microbatch_tokens max_actions_per_turn max_new_tokens "
-    at_least_one += "sampler_tokens val_episodes max_turns max_actions save_every"
+    at_least_one += "sampler_tokens val_episodes max_turns max_actions save_every max_rollouts window"
     not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
     not_negative += "ent_coef kl_coef weight_decay clip_high val_temperature"
-    values = {name: getattr(args, name) for name in f"{at_least_one} {not_negative}".split()}
-    rules = [(name, values[name] >= 1, "must be at least 1; try 1") for name in at_least_one.split()]
-    rules += [(name, values[name] >= 0, "must not be negative; try 0") for name in not_negative.split()]
+    values = {name: getattr(args, name) for name in at_least_one.split()}
+    rules = [(name, value is None or value >= 1, "must be at least 1; try 1") for name, value in values.items()]
+    rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
     rules += [
         ("group_size", args.group_size >= 2, "must be at least 2: a trajectory is judged against others of its group"),
         ("temperature", args.temperature > 0, "must be above 0: at 0 nothing is explored; try 1.0"),
@@ -940,7 +1009,10 @@ def check(args: Args, env):
         ("clip_low", 0 <= args.clip_low < 1, "must be in [0, 1); try 0.2"),
         ("dual_clip", args.dual_clip == 0 or args.dual_clip > 1, "must be above 1, or 0 for off; try 3.0"),
         ("format_penalty", args.format_penalty <= 0, "is added to the return and must not be positive; try -0.1"),
+        ("overlong_penalty", args.overlong_penalty <= 0, "is added to the return and must not be positive; try -1.0"),
+        ("overlong_share", 0 <= args.overlong_share <= 1, "is a share of max_new_tokens, in [0, 1]; try 0.2"),
         ("separator", bool(args.separator.strip()), "must not be blank; try '||'"),
+        ("window", args.window is None or args.context != "full", "is read by --context window and turn; leave it out"),
     ]
     for name, holds, rule in rules:
         if not holds:
@@ -958,111 +1030,160 @@ def check(args: Args, env):
             f"max_model_len {args.max_model_len} must exceed max_new_tokens {args.max_new_tokens} by room for the "
             f"prompt; try --max-model-len {args.max_new_tokens + 1000}"
         )
-    if args.model == "tiny" and (env.actions is None or env.solve() is None):
+    given = environments.split_groups(args.env)
+    if any(given.values()) and (not all(given.values()) or sum(given.values()) != args.num_groups):
         refuse(
-            f"--model tiny is warm-started by imitating env.solve(), and {args.env} has no solver or no list of "
-            "actions; name a real model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
+            f"--env {' '.join(args.env)} must give each environment a number of groups, {args.num_groups} (num_groups) "
+            "in all, or give none and leave the shares to --num-groups"
         )
+    if args.num_groups < len(given):
+        refuse(f"num_groups {args.num_groups} is less than one for each of {len(given)} environments; try {len(given)}")
+    for env in envs:
+        if args.model == "tiny" and (env.actions is None or env.solve() is None):
+            refuse(
+                f"--model tiny is warm-started by imitating env.solve(), and {env.name} has no solver or no list of "
+                "actions; name a real model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
+            )
+    if args.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        refuse("--optimizer adamw-8bit needs bitsandbytes; pip install bitsandbytes, or take adamw")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
     if args.model != "tiny" and not Path(args.model).exists() and not hub_name:
         refuse(
             f"--model {args.model}: no such file or folder, and hub names have the form owner/name; near names: "
-            f"{near_models(args.model)}; or take tiny"
+            f"{llm.near_models(args.model)}; or take tiny"
         )
 
 
-def near_models(name: str) -> str:
-    cache = Path(os.environ.get("HF_HUB_CACHE", Path.home() / ".cache/huggingface/hub"))
-    known = ["tiny", *(p.name.removeprefix("models--").replace("--", "/") for p in cache.glob("models--*"))]
-    known += [str(p) for p in Path(name).parent.glob("*")]
-    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5)) or "none"
+def check_room(env, tokenizer, args: Args):
+    """Refuses a context in which not even the first response has room. Raises: ValueError with the lengths."""
+    observation, _ = env.reset(seed=VAL_SEED)
+    user = user_message(1, observation, args.max_actions or env.max_actions, None, "")
+    prompt = len(first_prompt(tokenizer, system_prompt(env, args), user, args))
+    if prompt + args.max_new_tokens > args.max_model_len:
+        raise ValueError(
+            f"max_model_len {args.max_model_len} has no room for a first prompt of {prompt} tokens and a response of "
+            f"max_new_tokens {args.max_new_tokens}; try --max-model-len {2 * (prompt + args.max_new_tokens)}"
+        )
 
 
 def practice(args: Args) -> tuple[list, list[str], Callable]:
-    """What the tiny model is made from: environments, texts with the words that it will read, and
-    `play(generate, tokenizer, n)`, the n-th batch of episodes in these environments."""
+    """What the tiny model is made from: environments, texts with the words that it will read, and `play(generate,
+    tokenizer, n, context)`, the n-th batch of episodes in these environments."""
     # A number of its own: the demonstrations must not depend on --num-groups.
-    envs = make_envs(args, 64)
+    names = environments.split_groups(args.env)
+    envs = make_envs(args, {name: 64 // len(names) for name in names})
     texts = []
-    for seed in range(200):
-        observation, _ = envs[0].reset(seed=seed)
-        texts += [system_prompt(envs[0], args), user_message(seed % 9, observation, seed % 9, -0.1, NOTICE)]
-        texts.append(" ".join(["", *envs[0].actions]))
+    for env in envs[:: 64 // len(names)]:
+        for seed in range(200):
+            observation, _ = env.reset(seed=seed)
+            texts += [system_prompt(env, args), user_message(seed % 9, observation, seed % 9, -0.1, NOTICE)]
+            texts.append(" ".join(["", *env.actions]))
+    if args.context == "turn":
+        seen = {"user": "", "actions": []}
+        texts.append(written_history([seen, seen, seen], 2, args.separator))
 
-    def play(generate: Generate, tokenizer, n: int) -> list[Trajectory]:
-        return rollout(envs, generate, tokenizer, args, tiny.SEED, n, len(envs), 1)
+    def play(generate: Generate, tokenizer, n: int, context: str) -> list[Trajectory]:
+        return rollout(envs, generate, tokenizer, replace(args, context=context), tiny.SEED, n, len(envs), 1)
 
     return envs, texts, play
 
 
-def load_model(args: Args, source: str):
-    """Model (float32, dropout off) and tokenizer from "tiny", a folder, a hub name or a .gguf file."""
+def load(args: Args, source: str):
+    """Model (float32, dropout off) and tokenizer: "tiny", or what llm.load_model takes."""
     if source == "tiny":
         return tiny.load(args, *practice(args), console)[:2]
-    path = Path(source)
-    where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (source, {})
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        refuse(f"--model {source} cannot be loaded: {reason}; near names on this machine: {near_models(source)}")
-    if options:
-        # The weights come out of a .gguf file as plain float32, but the model counts as quantised and cannot be saved.
-        del model.config.quantization_config
-        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-        plain.load_state_dict(model.state_dict())
-        plain.generation_config = model.generation_config
-        model = plain
-    return model.eval(), tokenizer
+        return llm.load_model(source)
+    except ValueError as error:
+        refuse(str(error))
 
 
-def stop_tokens(model, tokenizer) -> set[int]:
-    """Every token that ends a response: families differ in which of their end tokens the tokenizer names."""
-    ids = model.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+def make_optimizer(parameters, args: Args) -> torch.optim.Optimizer:
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw-8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **options)
+    return torch.optim.AdamW(parameters, **options, fused=args.optimizer == "adamw-fused" or None)
+
+
+def sample_groups(envs: list, generate: Generate, tokenizer, args: Args, update: int) -> list[Trajectory]:
+    """The trajectories of one update: num_groups groups, and with --max-rollouts as many again, and again, until
+    num_groups of all those have returns that differ."""
+    trajectories: list[Trajectory] = []
+    for n in range(args.max_rollouts):
+        trajectories += rollout(
+            envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size,
+            first_group=n * args.num_groups,
+        )  # fmt: skip
+        if (~dead_groups(returns_by_group(trajectories, args.group_size))).sum() >= args.num_groups:
+            break
+    return trajectories
+
+
+def select_groups(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
+    """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
+    differs only in its format penalties has nothing to teach about the task."""
+    returns_PG = returns_by_group(trajectories, args.group_size)
+    candidates = np.arange(len(returns_PG))
+    if args.max_rollouts > 1:
+        candidates = candidates[~dead_groups(returns_PG)][: args.num_groups]
+    if len(candidates):
+        candidates = candidates[filter_groups(returns_PG[candidates], args.filter)]
+    return [trajectories[p * args.group_size + g] for p in candidates for g in range(args.group_size)]
 
 
 def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:
-    """One episode from each of the fixed initial states, which are the same in every run."""
-    return rollout(
-        envs, sample_with(sampler, args, args.val_temperature), tokenizer, args, VAL_SEED, 0, args.val_episodes, 1,
-        first_start=VAL_SEED,
-    )  # fmt: skip
+    """One episode from each of the fixed initial states of each environment, the same in every run."""
+    generate, episodes = sample_with(sampler, args, args.val_temperature), []
+    for first in range(0, len(envs), args.val_episodes):
+        of_one_name = envs[first : first + args.val_episodes]
+        episodes += rollout(
+            of_one_name, generate, tokenizer, args, VAL_SEED, 0, args.val_episodes, 1, first_start=VAL_SEED
+        )
+    return episodes
 
 
 def main(args: Args):
     started = time.time()
-    name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', args.env).strip('-')}-grpo-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        env_names = list(environments.split_groups(args.env))
+    except ValueError as error:
+        refuse(f"--env: {error}")
+    names = re.sub(r"[^A-Za-z0-9_]+", "-", "+".join(env_names)).strip("-")
+    name = f"{names}-{args.preset or 'grpo'}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.resume or Path(args.run_root) / f"{name}-{os.getpid()}")
-    probe = make_envs(args, 1)[0]
-    args = derive(args, probe)
-    check(args, probe)
+    probes = make_envs(args, dict.fromkeys(env_names, 1))
+    args = derive(args, probes)
+    check(args, probes)
     if args.threads:
         torch.set_num_threads(args.threads)
     accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
     if accelerator.num_processes > 1:
         refuse(f"one process for now, got {accelerator.num_processes}; try accelerate launch --num_processes 1")
     torch.manual_seed(args.seed)  # nothing of ours draws from it; a model with weights missing from its folder does
-    batch_size = args.num_groups * args.group_size
-    envs = make_envs(args, max(batch_size, args.val_episodes))
+    envs = make_envs(args, {name: groups * args.group_size for name, groups in groups_of_each(args).items()})
+    val_envs = make_envs(args, dict.fromkeys(env_names, args.val_episodes))
 
     # ---- models
-    latest = next(reversed(checkpoints(run_dir)), None)
-    policy, tokenizer = load_model(args, str(latest or args.model))
+    latest = next(reversed(report.checkpoints(run_dir)), None)
+    policy, tokenizer = load(args, str(latest or args.model))
     stop_ids = stop_tokens(policy, tokenizer)
     try:
         check_template(tokenizer, stop_ids, args)
-        check_room(probe, tokenizer, args)
+        for env in probes:
+            check_room(env, tokenizer, args)
     except ValueError as error:
         refuse(str(error))
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = load_model(args, args.model)[0] if latest else copy.deepcopy(policy)
+        ref_policy = load(args, args.model)[0] if latest else copy.deepcopy(policy)
         ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+    optimizer = make_optimizer(policy.parameters(), args)
     policy, optimizer = accelerator.prepare(policy, optimizer)
     try:
         sampler = HFSampler(accelerator.unwrap_model(policy), stop_ids, args.sampler_tokens)
@@ -1082,13 +1203,14 @@ def main(args: Args):
             refuse(f"updates {args.updates} is below the {done} that are done; try --updates {2 * done}")
     if not args.resume:
         shutil.copy(__file__, run_dir)
-    write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))  # on resume too: --updates may have grown
+    # On resume too: --updates may have grown.
+    report.write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))
     first_update = state["update"] + 1 if latest else 0
     for file in ("metrics.jsonl", "trajectories.jsonl"):
-        cut_lines(run_dir / file, first_update - 1)
+        report.cut_lines(run_dir / file, first_update - 1)
     started -= state["seconds"]
-    tracker = start_tracking(args, run_dir) if args.track else None
-    print_header(args, policy, run_dir)
+    tracker = report.start_tracking(run_dir, args.wandb_project, asdict(args), console) if args.track else None
+    print_header(args, probes, policy, run_dir)
 
     stopping = []
 
@@ -1114,26 +1236,29 @@ def main(args: Args):
                 # ---- roll out
                 sampler.sync(accelerator.unwrap_model(policy))
                 generate = sample_with(sampler, args, args.temperature)
-                trajectories = rollout(
-                    envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size
-                )
+                trajectories = sample_groups(envs, generate, tokenizer, args, update)
                 sampler.sync(sampler.model)  # drops the kept keys and values: their memory is the optimiser's now
                 metrics |= rollout_metrics(trajectories, args.group_size, "rollout/")
-                sampled_tokens = sum(sum(t.loss_mask) for t in trajectories)
+                metrics["rollout/groups"] = len(trajectories) // args.group_size
+                sampled_tokens = sum(t.num_tokens() for t in trajectories)
                 metrics["time/rollout"] = time.time() - update_started
                 for trajectory in trajectories[: args.log_trajectories]:
-                    append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
+                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
                 if args.show_trajectory and update == max(first_update, 1):
-                    print_trajectory(trajectories[0], tokenizer)
+                    report.print_trajectory(trajectories[0], tokenizer, console)
 
-                # ---- optimise
+                # ---- filter, optimise
                 train_started = time.time()
+                kept = select_groups(trajectories, args)
+                metrics["rollout/kept_share"] = len(kept) / len(trajectories)
                 metrics |= optimise(
-                    policy, ref_policy, optimizer, accelerator, trajectories, args, update, state, notes
-                )
+                    policy, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
+                    kept_share=metrics["rollout/kept_share"],
+                )  # fmt: skip
                 metrics["time/train"] = time.time() - train_started
                 metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
-                metrics["time/trained_tokens_per_s"] = sum(len(t.ids) for t in trajectories) / metrics["time/train"]
+                trained_tokens = sum(len(sample.ids) for t in kept for sample in t.samples)
+                metrics["time/trained_tokens_per_s"] = trained_tokens / metrics["time/train"]
                 state["tokens"] += sampled_tokens
             metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
 
@@ -1141,11 +1266,11 @@ def main(args: Args):
             if args.val_every and (update % args.val_every == 0 or update == args.updates):
                 val_started = time.time()
                 sampler.sync(accelerator.unwrap_model(policy))
-                episodes = validate(envs, sampler, tokenizer, args)
+                episodes = validate(val_envs, sampler, tokenizer, args)
                 metrics |= rollout_metrics(episodes, 1, "val/")
                 metrics["time/val"] = time.time() - val_started
                 for trajectory in episodes[: args.log_trajectories]:
-                    append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
+                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
                 success = metrics["val/success"]
                 progress.print(
                     f"update {update}: validation success [bold]{success:.3f}[/] of {len(episodes)} episodes"
@@ -1154,7 +1279,7 @@ def main(args: Args):
             # ---- log, save
             state |= {"update": update, "seconds": time.time() - started}
             metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
-            append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
+            report.append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
             if tracker:
                 tracker.log(metrics, step=update)
             if update > 0:
@@ -1165,7 +1290,7 @@ def main(args: Args):
             if update == args.updates or stopping or (update > 0 and update % args.save_every == 0):
                 trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
                 model = accelerator.unwrap_model(policy)
-                save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
+                report.save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
             if stopping:
                 break
 
@@ -1184,6 +1309,8 @@ def main(args: Args):
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume, the arguments of that run, of which only a few may differ."""
     args = tyro.cli(Args, args=argv, description=__doc__)
+    if args.resume is None and args.preset:
+        args = tyro.cli(Args, args=argv, default=replace(Args(), **PRESETS[args.preset]))
     if args.resume is None:
         return args
     file = Path(args.resume) / "args.json"

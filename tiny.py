@@ -49,7 +49,7 @@ class Recipe:
     last_noise: float = 0.85
 
 
-RECIPES = {"Sokoban": Recipe(steps=450, noise=0.15, last_noise=0.5)}  # by class; the others take the default
+RECIPES = {"Sokoban": Recipe(steps=450, noise=0.15, last_noise=0.65)}  # by class; the others take the default
 WORDS = ["Go", "Try", "Move", "Take"]  # a thought opens with any of them, so that the policy starts with some entropy
 
 CHAT_TEMPLATE = (
@@ -126,21 +126,22 @@ def noisy_solver(envs: list, tokenizer, args, noise: float) -> Callable:
 
 
 def single_turns(trajectories: list) -> list[tuple[list[int], list[int]]]:
-    """(ids, loss_mask) of every turn but the first, which carries the system prompt, cut out of its episode."""
+    """(ids, loss_mask) of every turn but the first, which carries the system prompt, cut out of its whole episode."""
     turns = []
     for t in trajectories:
-        for turn in range(1, max(t.turn_ids) + 1):
-            start, end = t.turn_ids.index(turn), len(t.ids) - t.turn_ids[::-1].index(turn)
-            turns.append((t.ids[start:end], t.loss_mask[start:end]))
+        (sample,) = t.samples
+        for turn in range(1, max(sample.turn_ids) + 1):
+            start, end = sample.turn_ids.index(turn), len(sample.ids) - sample.turn_ids[::-1].index(turn)
+            turns.append((sample.ids[start:end], sample.loss_mask[start:end]))
     return turns
 
 
 def imitate(model, play: Callable, teacher: Callable, recipe: Recipe, progress: bool = True) -> list[float]:
-    """Cross-entropy (nats per sampled token) at each step. `play(generate, n)` returns the n-th batch of episodes, and
-    `teacher(noise)` a `generate`.
+    """Cross-entropy (nats per sampled token) at each step. `play(generate, n, context)` returns the n-th batch of
+    episodes, in the given context or, where that is None, in the one that is trained in; `teacher(noise)` a `generate`.
 
-    Single turns come first, then whole episodes: attention starts out uniform, and in a text of 60 tokens the few that
-    matter weigh several times as much as in one of 250. Environments of one turn have whole episodes only.
+    Single turns come first, then the rows that training has: attention starts out uniform, and in a text of 60 tokens
+    the few that matter weigh several times as much as in one of 250. Environments of one turn have whole episodes only.
     """
     steps = recipe.steps
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -160,9 +161,9 @@ def imitate(model, play: Callable, teacher: Callable, recipe: Recipe, progress: 
             rows, whole = [], True
         size = TURNS_PER_STEP // 3 if whole else TURNS_PER_STEP  # about three turns an episode
         while len(rows) < size:
-            episodes = play(teacher(noise), batches)
+            episodes = play(teacher(noise), batches, None if whole else "full")
             batches += 1
-            rows += [(t.ids, t.loss_mask) for t in episodes] if whole else single_turns(episodes)
+            rows += [(s.ids, s.loss_mask) for t in episodes for s in t.samples] if whole else single_turns(episodes)
             if not rows:
                 whole = True
         batch, rows = rows[:size], rows[size:]
@@ -182,16 +183,18 @@ def imitate(model, play: Callable, teacher: Callable, recipe: Recipe, progress: 
 def load(args, envs: list, texts: list[str], play: Callable, console):
     """The model (float32, eval mode), its tokenizer and its key; from the repository, the cache, or made now.
 
-    `texts`: what the tokenizer learns its words from. `play(generate, tokenizer, n)`: the n-th batch of episodes.
+    `texts`: what the tokenizer learns its words from. `play(generate, tokenizer, n, context)`: the n-th batch of
+    episodes.
     """
-    recipe = RECIPES.get(type(envs[0].unwrapped).__name__, Recipe())
+    recipes = [RECIPES.get(type(env.unwrapped).__name__, Recipe()) for env in envs]
+    recipe = max(recipes, key=lambda recipe: recipe.steps)
     tokenizer = build_tokenizer([*texts, "system", "user", "assistant", *WORDS])
     model = build_model(tokenizer).eval()
 
     def teacher(noise: float) -> Callable:
         return noisy_solver(envs, tokenizer, args, noise)
 
-    demonstrations = [t.ids for t in play(teacher(recipe.noise), tokenizer, 0)]
+    demonstrations = [s.ids for t in play(teacher(recipe.noise), tokenizer, 0, args.context) for s in t.samples]
     shape = (SEED, recipe, TURNS_PER_STEP, LEARNING_RATE, MUON_LEARNING_RATE, model.config.to_json_string())
     key = hashlib.sha256(f"{shape} {demonstrations}".encode()).hexdigest()[:16]
     cached = Path(os.environ.get("STARPO_CACHE", Path.home() / ".cache/starpo")) / f"tiny-{key}.safetensors"
@@ -203,8 +206,9 @@ def load(args, envs: list, texts: list[str], play: Callable, console):
                     model.load_state_dict(state, strict=False)  # the output layer is the embedding's, not stored twice
                     return model, tokenizer, key
 
-    console.print(f"warm start of the tiny model for {args.env}, once; then kept in {cached}", soft_wrap=True)
-    imitate(model, lambda generate, n: play(generate, tokenizer, n), teacher, recipe)
+    names = " ".join(args.env)
+    console.print(f"warm start of the tiny model for {names}, once; then kept in {cached}", soft_wrap=True)
+    imitate(model, lambda generate, n, context: play(generate, tokenizer, n, context or args.context), teacher, recipe)
     save(model, cached, {"key": key})
     return model, tokenizer, key
 
@@ -222,9 +226,9 @@ def main(env: str):
     """Makes the tiny model of an environment anew and puts it into the repository."""
     import starpo_grpo as script
 
-    args = script.Args(env=env)
-    envs = script.make_envs(args, args.val_episodes)
-    args = script.derive(args, envs[0])
+    args = script.Args(env=(env,))
+    envs = script.make_envs(args, {env: args.val_episodes})
+    args = script.derive(args, envs[:1])
     with tempfile.TemporaryDirectory() as empty:
         os.environ["STARPO_CACHE"] = empty
         (SHIPPED / f"{env}.safetensors").unlink(missing_ok=True)

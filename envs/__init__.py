@@ -1,5 +1,6 @@
 """Environments with text in and text out. `make` builds one from a name, a file or an installed package."""
 
+import ast
 import difflib
 import functools
 import importlib
@@ -76,7 +77,7 @@ def check_options(name, build, options):
 
 
 def make(name, **options):
-    """An environment (gymnasium.Env) with `instruction`, `actions`, `max_turns`, `max_actions` and `solve()`.
+    """An environment (gymnasium.Env) with `name`, `instruction`, `actions`, `max_turns`, `max_actions` and `solve()`.
 
     `name`: a key of ENVS or of PRESETS (whose options yield to those given here), "package.module:Class",
     "path/to/file.py:Class", or a registered gymnasium id whose two spaces are gymnasium.spaces.Text. What the
@@ -123,4 +124,50 @@ def make(name, **options):
         # gymnasium.make returns a chain of wrappers, which hides the attributes of the environment inside.
         if not hasattr(env, attribute):
             setattr(env, attribute, getattr(env.unwrapped, attribute, default))
+    env.name = name
     return env
+
+
+def split_groups(entries):
+    """("sokoban:8", "bandit") -> {"sokoban": 8, "bandit": None}: the number of groups that each environment is given.
+
+    Raises: ValueError for a name given twice, and for 0 groups.
+    """
+    groups = {}
+    for entry in entries:
+        name, _, number = entry.rpartition(":")
+        if not number.isdecimal():  # the colon of module:Class, or none
+            name, number = entry, ""
+        if name in groups:
+            raise ValueError(f"{name} is named twice; give it once, with all its groups, as in {name}:8")
+        groups[name] = int(number) if number else None
+        if groups[name] == 0:
+            raise ValueError(f"{entry} gives no group; give at least 1, or leave {name} out")
+    return groups
+
+
+def make_all(numbers, options):
+    """`numbers` (name -> how many) of each environment, one name after the other.
+
+    `options` are "name=value", with Python's literals as values (size=6) and text else, for every environment; or
+    "environment.name=value" for one of them. Raises: ValueError, and what an environment raises at its first reset.
+    """
+    envs = []
+    for env_name, number in numbers.items():
+        chosen = {}
+        for option in options:
+            name, equals, value = option.removeprefix(f"{env_name}.").partition("=")
+            if not equals:
+                raise ValueError(f"an option is name=value, got {option!r}; for example size=6")
+            if any(name.startswith(f"{other}.") for other in numbers):
+                continue
+            try:
+                chosen[name] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                chosen[name] = value
+        envs += [make(env_name, **chosen) for _ in range(number)]
+        observation, _ = envs[-1].reset(seed=0)  # options can be impossible in ways that only a reset finds out
+        if not isinstance(observation, str):
+            kind = type(observation).__name__
+            raise ValueError(f"{env_name}: observations must be text, reset returned a {kind}; wrap it")
+    return envs

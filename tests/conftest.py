@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import tiny
 from generation import Sampled
-from starpo_grpo import Args, Trajectory, derive
+from starpo_grpo import Args, Sample, Trajectory, derive
 
 torch.set_num_threads(1)
 
@@ -82,15 +82,31 @@ def make_model(seed: int = 0, **config) -> Qwen2ForCausalLM:
 
 
 def make_args(env=None, **changes) -> Args:
-    return derive(Args(**{"max_new_tokens": 24, "lr_warmup": 0, "lr_decay": False} | changes), env or Corridor())
+    return derive(Args(**{"max_new_tokens": 24, "lr_warmup": 0, "lr_decay": False} | changes), [env or Corridor()])
 
 
-def make_trajectory(segments: list, index: int = 0, group: int = 0, member: int = 0, reward: float = 0.0) -> Trajectory:
+class Whole(Trajectory):
+    """A trajectory of one sample, which also reads and is padded as that sample."""
+
+    ids = property(lambda self: self.samples[0].ids)
+    loss_mask = property(lambda self: self.samples[0].loss_mask)
+    turn_ids = property(lambda self: self.samples[0].turn_ids)
+    sampler_logprobs = property(lambda self: self.samples[0].sampler_logprobs)
+
+
+def make_sample(segments: list) -> Sample:
     """`segments` alternate: ids of a prompt, ids of a response, ids of the next prompt, ..."""
-    trajectory = Trajectory(index, group, member)
+    sample = Sample()
     for n, ids in enumerate(segments):
-        trajectory.append(list(ids), turn=n // 2, logprobs=[-1.0] * len(ids) if n % 2 else None)
-    trajectory.rewards, trajectory.penalties = [reward], [0.0]
+        sample.append(list(ids), turn=n // 2, logprobs=[-1.0] * len(ids) if n % 2 else None)
+    return sample
+
+
+def make_trajectory(segments: list, index: int = 0, group: int = 0, member: int = 0, reward: float = 0.0) -> Whole:
+    """All of the reward at the last of its turns."""
+    trajectory = Whole(index, group, member, "corridor", [make_sample(segments)])
+    num_turns = len(segments) // 2
+    trajectory.rewards, trajectory.penalties = [0.0] * (num_turns - 1) + [reward], [0.0] * num_turns
     return trajectory
 
 
@@ -100,6 +116,7 @@ class Corridor:
     The seed names the corridor, the text grows by `growth` words a step, and every call is written down.
     """
 
+    name = "corridor"
     instruction = "Walk to the right."
     actions = ("Left", "Right")
 
@@ -141,7 +158,7 @@ class Script:
             response = self.answer(trajectory, len(given))
             if isinstance(response, str):
                 response = self.stopped(response)
-            self.prompts.setdefault(trajectory.index, []).append(list(trajectory.ids))
+            self.prompts.setdefault(trajectory.index, []).append(list(trajectory.samples[-1].ids))
             self.seeds.setdefault(trajectory.index, []).append(seed)
             given.append(response)
             # A copy: what is stored must not be the list that the test compares with.

@@ -4,9 +4,20 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from conftest import QWEN, TEMPLATES, Corridor, Script, make_args, make_tokenizer, make_trajectory, respond, scored
+from conftest import (
+    QWEN,
+    TEMPLATES,
+    Corridor,
+    Script,
+    Whole,
+    make_args,
+    make_tokenizer,
+    make_trajectory,
+    respond,
+    scored,
+)
 
-from envs.frozen_lake import FrozenLake
+from envs import make
 from starpo_grpo import (
     CHANCE,
     SAMPLE,
@@ -29,7 +40,8 @@ def run(tokenizer, answer, envs=None, num_groups=1, group_size=1, seed=1, update
     """(trajectories, script, envs) of a rollout in which `answer(trajectory, turn)` is what the model says."""
     envs = envs or [Corridor(max_turns=3) for _ in range(num_groups * group_size)]
     script, args = Script(tokenizer, answer), make_args(envs[0], **options)
-    return rollout(envs, script, tokenizer, args, seed, update, num_groups, group_size), script, envs
+    trajectories = rollout(envs, script, tokenizer, args, seed, update, num_groups, group_size)
+    return [Whole(**vars(t)) for t in trajectories], script, envs
 
 
 def sampled_ranges(trajectory, script):
@@ -40,7 +52,7 @@ def sampled_ranges(trajectory, script):
 
 def varied(trajectory, turn):
     """Responses of all kinds: stopped, cut at the limit, invalid, two actions."""
-    end = trajectory.ids[-1]  # the token of the prefilled tag, to be sure that it is no header
+    end = trajectory.samples[-1].ids[-1]  # the token of the prefilled tag, to be sure that it is no header
     kinds = [RIGHT, scored([40, 41, 42], "length"), "?", respond("Right", "Left"), scored([end, 43], "length")]
     return kinds[(trajectory.index + turn) % len(kinds)]
 
@@ -80,7 +92,7 @@ def test_whole_trajectory_of_the_qwen_template_matches_hand_written_text(tokeniz
     trained = ["go</think><answer>Right</answer><|im_end|>", "?<|im_end|>"]
     expected = (
         "<|im_start|>system\nWalk to the right.\nActions: Left, Right; 5 in all, up to 2 a turn.\n"
-        "Answer in this form: <think>your thoughts</think><answer>action || action</answer><|im_end|>\n"
+        "Answer in this form: <think>your thoughts</think><answer>Left || Right</answer><|im_end|>\n"
         f"<|im_start|>user\nTurn 1, 5 actions left.\ncorridor {name} cell 0<|im_end|>\n"
         f"<|im_start|>assistant\n<think>{trained[0]}\n"
         f"<|im_start|>user\nReward: 0.25\nTurn 2, 4 actions left.\ncorridor {name} cell 1<|im_end|>\n"
@@ -346,7 +358,8 @@ def test_group_shares_its_start_and_differs_in_chance(tokenizer):
 
 
 def test_group_on_slippery_ice_ends_in_different_cells(tokenizer):
-    envs = [FrozenLake(desc=("SFFF", "FFFF", "FFFF", "FFFG"), slippery=True, success_rate=0.5) for _ in range(8)]
+    options = {"desc": ("SFFF", "FFFF", "FFFF", "FFFG"), "slippery": True, "success_rate": 0.5}
+    envs = [make("frozen_lake", **options) for _ in range(8)]
     trajectories, script, _ = run(tokenizer, lambda *_: respond("Right", "Down"), envs=envs, group_size=8)
     assert len({tuple(script.prompts[i][0]) for i in range(8)}) == 1
     assert len({t.turns[-1]["observation"] for t in trajectories}) > 1

@@ -262,7 +262,8 @@ def test_group_advantages_are_exactly_zero_when_returns_are_equal(normalize, val
 def test_update_is_skipped_when_returns_differ_by_rounding_alone(accelerator):
     # Six actions of -0.1 each, over three turns and over four: -0.6000000000000001 and -0.6.
     trajectories = random_batch(number=2)
-    trajectories[0].rewards, trajectories[1].rewards = [-0.2, -0.2, -0.2], [-0.1, -0.2, -0.2, -0.1]
+    for t, rewards in zip(trajectories, ([-0.2, -0.2, -0.2], [-0.1, -0.2, -0.2, -0.1]), strict=True):
+        t.rewards, t.penalties = rewards, [0.0] * len(rewards)
     state = new_state()
     run_optimise(accelerator, make_model(), trajectories, state=state)
     assert state["skipped_updates"] == 1
@@ -511,7 +512,7 @@ def test_optimise_takes_the_gradient_of_a_slow_oracle_however_the_rows_are_cut(
     expected_loss, expected = slow_update(model, trajectories, CENTRED, aggregation, 0.7, 0.1, ref, 0.3)
     for update in (1, 2):  # another order of the rows
         metrics, recorder = run_optimise(
-            accelerator, model, trajectories, ref, update=update, aggregation=aggregation, normalize="none",
+            accelerator, model, trajectories, ref, update=update, aggregation=aggregation, estimator="dr-grpo",
             microbatch_tokens=microbatch_tokens, temperature=0.7, ent_coef=0.1, kl_coef=0.3,
         )  # fmt: skip
         (got,) = recorder.gradients
@@ -546,7 +547,7 @@ def test_optimise_does_not_count_a_trajectory_in_which_nothing_was_sampled(accel
     empty = make_trajectory([[5, 6, 7]], 1, 0, 1, reward=0.0)
     expected, _ = slow_update(model, [good], [0.5], aggregation, 1.0, 0.0)
     metrics, _ = run_optimise(
-        accelerator, model, [good, empty], normalize="none", aggregation=aggregation, ent_coef=0.0
+        accelerator, model, [good, empty], estimator="dr-grpo", aggregation=aggregation, ent_coef=0.0
     )
     assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -599,7 +600,7 @@ def test_split_tokens_have_ratio_one(accelerator):
 
 def test_minibatches_are_normalised_by_their_own_tokens(accelerator):
     model, trajectories = make_model(), random_batch(rewards=REWARDS)
-    _, recorder = run_optimise(accelerator, model, trajectories, normalize="none", minibatch_size=1, ent_coef=0.0)
+    _, recorder = run_optimise(accelerator, model, trajectories, estimator="dr-grpo", minibatch_size=1, ent_coef=0.0)
     slow = [slow_update(model, [t], [a], "token-mean", 1.0, 0.0)[1] for t, a in zip(trajectories, CENTRED, strict=True)]
     # Every row once, in some order: one of the rows has the advantage 0.
     assert len(recorder.gradients) == 6
@@ -659,21 +660,24 @@ def test_kl_in_the_reward_lowers_the_return_by_its_sum(accelerator, estimator):
     returns_PG = 1.0 - 0.1 * np.array(sums).reshape(2, 3)
     expected = (returns_PG - returns_PG.mean(1, keepdims=True)).reshape(-1)
     slow_loss, slow = slow_update(model, trajectories, expected, "token-mean", 1.0, 0.0)
+    tokens = [sum(t.loss_mask) for t in trajectories]
     metrics, recorder = run_optimise(
-        accelerator, model, trajectories, ref, kl_in="reward", kl_coef=0.1, kl_estimator=estimator, normalize="none",
+        accelerator, model, trajectories, ref, kl_in="reward", kl_coef=0.1, kl_estimator=estimator, estimator="dr-grpo",
         ent_coef=0.0,
     )  # fmt: skip
-    assert metrics["policy/advantage_abs"] == pytest.approx(np.abs(expected).mean(), rel=1e-5)
+    assert metrics["policy/advantage_abs"] == pytest.approx(np.average(np.abs(expected), weights=tokens), rel=1e-5)
     assert metrics["policy/loss"] == pytest.approx(slow_loss, rel=1e-4, abs=1e-6)
     assert (recorder.gradients[0] - slow).norm() <= 1e-4 * slow.norm()
 
 
 def test_format_penalty_counts_in_the_advantage(accelerator):
     trajectories = random_batch(rewards=[0.0] * 6)
-    trajectories[1].penalties = [-0.1, 0.0, -0.1]
-    metrics, _ = run_optimise(accelerator, make_model(), trajectories, normalize="none")
+    trajectories[1].penalties = [-0.1, -0.1]
+    metrics, _ = run_optimise(accelerator, make_model(), trajectories, estimator="dr-grpo")
     # Of six: -0.2 against a mean of -0.2 / 3.
-    assert metrics["policy/advantage_abs"] == pytest.approx((0.4 / 3 + 2 * 0.2 / 3) / 6)
+    tokens = [sum(t.loss_mask) for t in trajectories]
+    expected = (tokens[1] * 0.4 / 3 + (tokens[0] + tokens[2]) * 0.2 / 3) / sum(tokens)  # a mean over tokens
+    assert metrics["policy/advantage_abs"] == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------ skipped steps
@@ -773,7 +777,7 @@ def with_sampler_noise(model, noise):
     trajectories = random_batch()
     logprobs = score(model, trajectories, make_args(), Accelerator(cpu=True))
     for t, row in zip(trajectories, logprobs, strict=True):
-        t.sampler_logprobs = [0.0, *(row + noise * torch.tensor(t.loss_mask[1:])).tolist()]
+        t.samples[0].sampler_logprobs = [0.0, *(row + noise * torch.tensor(t.loss_mask[1:])).tolist()]
     return trajectories, logprobs
 
 

@@ -3,12 +3,12 @@
 import time
 
 import pytest
-from conftest import Corridor, Script, make_args, make_tokenizer, respond
+from conftest import Corridor, Script, make_args, make_tokenizer, make_trajectory, respond
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.frozen_lake import FrozenLake
-from starpo_grpo import Trajectory, parse_response, play_turn, rollout
+from envs import make
+from starpo_grpo import parse_response, play_turn, rollout
 
 # ------------------------------------------------------------------------------------------------ parse_response
 
@@ -196,7 +196,7 @@ def test_invalid_turns_draw_no_chance_from_the_environment():
     held_up = [text for move in moves for text in ("?", move)]
     ends = []
     for texts in (moves, held_up):
-        env = FrozenLake(desc=("SFFF", "FFFF", "FFFF", "FFFG"), slippery=True, success_rate=0.5)
+        env = make("frozen_lake", desc=("SFFF", "FFFF", "FFFF", "FFFG"), slippery=True, success_rate=0.5)
         trajectory = play(env, texts)
         ends.append((env.render(), sum(trajectory.rewards), trajectory.num_actions))
     assert ends[0] == ends[1]
@@ -279,13 +279,13 @@ def test_response_without_thinking_starts_in_the_answer():
 def test_play_turn_survives_any_text(text, think):
     env, args = Corridor(), make_args(think=think)
     observation, _ = env.reset(seed=0, options={"chance_seed": 0})
-    trajectory = Trajectory(0, 0, 0)
-    trajectory.append([5, 6, 7], turn=0)
+    trajectory = make_trajectory([[5, 6, 7]])
+    trajectory.rewards, trajectory.penalties = [], []
     trajectory.turns.append({"user": "", "observation": observation})
     # A tokenizer decodes to whole characters, so a lone half of one cannot come out of it.
     script = Script(TOKENIZER, lambda *_: text.replace("\ud800", ""))
     (sampled,) = script([trajectory], [0])
-    trajectory.append(sampled.token_ids, 0, sampled.logprobs)
+    trajectory.samples[0].append(sampled.token_ids, 0, sampled.logprobs)
     play_turn(env, trajectory, sampled, TOKENIZER, 0, args)
     assert len(trajectory.rewards) == 1
     assert trajectory.penalties[0] in (0.0, args.format_penalty)

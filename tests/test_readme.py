@@ -55,8 +55,8 @@ def test_command_is_accepted(command, monkeypatch):
     monkeypatch.setattr(script, "refuse", lambda message: pytest.fail(message))
     arguments = shlex.split(command.split("starpo_grpo.py", 1)[1])
     args = script.parse_args([a if "$(" not in a else "tiny" for a in arguments])
-    env = script.make_envs(args, 1)[0]
-    script.check(script.derive(args, env), env)
+    envs = script.make_envs(args, dict.fromkeys(script.environments.split_groups(args.env), 1))
+    script.check(script.derive(args, envs), envs)
 
 
 def test_example_environment_is_thirty_lines_and_trains(tmp_path):

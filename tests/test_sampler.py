@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, VOCAB, make_model
+from conftest import SMALL, VOCAB, Whole, make_model, make_trajectory
 from torch.nn.utils.rnn import pad_sequence
 from transformers import MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from generation import HFSampler, draw
-from starpo_grpo import Trajectory, pad, token_logprobs
+from starpo_grpo import pad, token_logprobs
 
 STOPS = {1, 2}
 
@@ -37,9 +37,7 @@ class Watch:
 
 def converse(sampler, prompts, turns=3, max_new_tokens=8, temperature=1.0, sync=False):
     """A conversation per prompt: response, some tokens of an observation, response, ..., as trajectories."""
-    trajectories = [Trajectory(i, 0, i) for i in range(len(prompts))]
-    for trajectory, prompt in zip(trajectories, prompts, strict=True):
-        trajectory.append(prompt, turn=0)
+    trajectories = [make_trajectory([prompt], i, 0, i) for i, prompt in enumerate(prompts)]
     for turn in range(turns):
         if sync:
             sampler.sync(sampler.model)
@@ -48,10 +46,10 @@ def converse(sampler, prompts, turns=3, max_new_tokens=8, temperature=1.0, sync=
         seeds = [1000 * turn + t.index for t in active]
         sampled = sampler.generate([t.ids for t in active], seeds, max_new_tokens, temperature)
         for t, response in zip(active, sampled, strict=True):
-            t.append(response.token_ids, turn, response.logprobs)
+            t.samples[0].append(response.token_ids, turn, response.logprobs)
             if turn < turns - 1:
                 (observation,) = random_prompts(seeds[t.index % len(seeds)], [2 + (t.index + turn) % 5])
-                t.append(observation, turn + 1)
+                t.samples[0].append(observation, turn + 1)
     return trajectories
 
 
@@ -67,7 +65,7 @@ def trained_logprobs(model, trajectories, temperature):
 def assert_same(left, right):
     """The same tokens, and log-probs equal up to rounding. For `Sampled` or for trajectories."""
     for a, b in zip(left, right, strict=True):
-        if isinstance(a, Trajectory):
+        if isinstance(a, Whole):
             assert (a.ids, a.loss_mask) == (b.ids, b.loss_mask)
             assert a.sampler_logprobs == pytest.approx(b.sampler_logprobs, abs=1e-5)
         else:

@@ -24,7 +24,7 @@ def make_model_folder(folder, steps):
     import tiny
 
     args = script.Args()
-    args = script.derive(args, script.make_envs(args, 1)[0])
+    args = script.derive(args, script.make_envs(args, {"frozen_lake": 1}))
     envs, texts, play = script.practice(args)
     tokenizer = tiny.build_tokenizer([*texts, "system", "user", "assistant", *tiny.WORDS])
     model = tiny.build_model(tokenizer)
@@ -32,7 +32,10 @@ def make_model_folder(folder, steps):
     def teacher(noise):
         return tiny.noisy_solver(envs, tokenizer, args, noise)
 
-    tiny.imitate(model, lambda generate, n: play(generate, tokenizer, n), teacher, tiny.Recipe(steps), progress=False)
+    def episodes(generate, n, context):
+        return play(generate, tokenizer, n, context or "full")
+
+    tiny.imitate(model, episodes, teacher, tiny.Recipe(steps), progress=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -192,7 +195,7 @@ def test_resume_with_more_updates_goes_on(finished, model_folder, tmp_path):
 def test_bad_arguments_are_refused_before_a_model_loads(arguments, message, monkeypatch, capsys):
     import starpo_grpo as script
 
-    monkeypatch.setattr(script, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(script, "load", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr(script.console, "_width", 10_000, raising=False)
     with pytest.raises(SystemExit) as stop:
         script.main(script.parse_args(arguments.split()))

@@ -28,8 +28,8 @@ def test_words_digits_and_tags_are_one_token_each():
 
 
 def setup(env="frozen_lake", **options):
-    args = script.Args(env=env, **options)
-    return script.derive(args, script.make_envs(args, 1)[0])
+    args = script.Args(env=(env,), **options)
+    return script.derive(args, script.make_envs(args, {env: 1}))
 
 
 @pytest.mark.parametrize("env", ["frozen_lake", "sokoban", "bandit"])
@@ -37,9 +37,9 @@ def test_teacher_without_noise_always_succeeds_and_with_it_keeps_the_form(env):
     args = setup(env)
     envs, texts, play = script.practice(args)
     tokenizer = tiny.build_tokenizer(texts)
-    perfect = play(tiny.noisy_solver(envs, tokenizer, args, noise=0.0), tokenizer, 0)
+    perfect = play(tiny.noisy_solver(envs, tokenizer, args, noise=0.0), tokenizer, 0, "full")
     assert all(t.success for t in perfect)
-    random = play(tiny.noisy_solver(envs, tokenizer, args, noise=1.0), tokenizer, 0)
+    random = play(tiny.noisy_solver(envs, tokenizer, args, noise=1.0), tokenizer, 0, "full")
     assert sum(t.success for t in random) < len(random)
     assert all(turn["valid"] for t in perfect + random for turn in t.turns)
 
@@ -48,10 +48,11 @@ def test_single_turns_hold_every_sampled_token_after_the_first_turn():
     args = setup()
     envs, texts, play = script.practice(args)
     tokenizer = tiny.build_tokenizer(texts)
-    episodes = play(tiny.noisy_solver(envs, tokenizer, args, noise=0.5), tokenizer, 0)
+    episodes = play(tiny.noisy_solver(envs, tokenizer, args, noise=0.5), tokenizer, 0, "full")
     turns = tiny.single_turns(episodes)
     assert len(turns) == sum(len(t.rewards) - 1 for t in episodes)
-    later = sum(m for t in episodes for m, turn in zip(t.loss_mask, t.turn_ids, strict=True) if turn > 0)
+    samples = [t.samples[0] for t in episodes]
+    later = sum(m for s in samples for m, turn in zip(s.loss_mask, s.turn_ids, strict=True) if turn > 0)
     assert sum(sum(mask) for _, mask in turns) == later
 
 

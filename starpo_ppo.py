@@ -1,0 +1,1511 @@
+"""StarPO with a critic (PPO): an LLM agent trained over many turns, in one file.
+
+StarPO (State-Thinking-Actions-Reward Policy Optimization, RAGEN, arXiv:2504.20073) optimises whole trajectories. One
+update rolls out P groups of G trajectories; the members of a group share their initial state. A trajectory is up to K
+turns of observation -> <think> thinking </think> <answer> actions </answer> -> reward, kept as one list of tokens.
+Differs from starpo_grpo.py in: a critic, and the advantages that it gives.
+
+    TD error       d_t  = r_t + gamma V_next - V_t, where next is the next sampled token: tokens that the environment
+                          wrote are no steps
+    advantage      A_t  = d_t + gamma gae_lambda A_next, then whitened over all sampled tokens of the update
+    ratio          r_t  = exp(logprob_t - old_logprob_t)
+    policy loss    L_t  = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
+    value loss          = 1/2 max((V - R)^2, (V clipped to V_old +- vf_clip - R)^2), with R = A + V_old before whitening
+    loss           L_t - ent_coef * entropy_t + kl_coef * KL_t, averaged over the sampled tokens of a minibatch
+
+    python starpo_ppo.py                              a tiny model learns FrozenLake on a laptop CPU
+    python starpo_ppo.py --env sokoban                another environment
+    accelerate launch starpo_ppo.py --env sokoban --model Qwen/Qwen2.5-3B-Instruct        one GPU
+
+Shapes: P groups, G group size, B trajectories (P*G of them, or those of a microbatch), K turns, T tokens, S = T-1
+next-token positions (index s predicts token s+1), C columns of S in which something was sampled, M sampled tokens, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import gymnasium
+import numpy as np
+import torch
+import tyro
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+import envs as environments
+import llm
+import report
+import tiny
+from filtering import dead_groups, filter_groups, group_scores
+from generation import HFSampler, Sampled
+from llm import check_template, first_prompt, next_prompt, stop_tokens
+
+console = Console()
+transformers_logging.disable_progress_bar()
+
+
+# ======================================================================================================================
+# 1  Arguments
+# ======================================================================================================================
+# What a name of the literature stands for; all else stays as in Args. --preset NAME, and flags beside it win.
+PRESETS = {
+    # StarPO of RAGEN, arXiv:2504.20073, Sec. 3: symmetric clip, a KL penalty.
+    "starpo": {"clip_high": 0.2, "kl_coef": 0.001, "kl_estimator": "k1"},
+    # StarPO-S of the same paper, Sec. 4: the quarter of the groups with the largest spread, no KL, clip-higher.
+    "starpo-s": {"filter": "top-k-25", "clip_high": 0.28, "kl_coef": 0.0},
+    # PPO of RAGEN-2, arXiv:2604.06268: token mean, entropy bonus, no KL.
+    "ppo": {"estimator": "gae", "aggregation": "token-mean", "clip_high": 0.28, "kl_coef": 0.0},
+}  # fmt: skip
+Preset = Literal["starpo", "starpo-s", "ppo"]
+
+
+@dataclass
+class Args:
+    # ---- experiment
+    preset: Preset | None = None
+    """a named variant of the method: sets the arguments listed in PRESETS, each of which can still be given"""
+    env: tuple[str, ...] = ("frozen_lake",)
+    """environments: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id
+    with text spaces; with :N behind it, N of the groups, otherwise an even share"""
+    env_options: tuple[str, ...] = ()
+    """options of the environments as name=value, for example size=6 slippery=True"""
+    model: str = "tiny"
+    """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
+    seed: int = 1
+    """of training; validation and the warm start of tiny have fixed seeds of their own"""
+    run_root: str = "runs"
+    """where run folders are made"""
+    resume: str | None = None
+    """a run folder to go on with; its arguments are taken over, only --updates and tracking may differ"""
+    track: bool = False
+    """also log to Weights & Biases (offline where there is no account or network)"""
+    wandb_project: str = "starpo"
+    """project under which --track logs"""
+    show_trajectory: bool = False
+    """print the first episode of the first update with its trained tokens highlighted"""
+
+    # ---- rollout
+    num_groups: int | None = None
+    """P, groups per update; each has an initial state of its own; none: 128 / group_size, or the sum of --env NAME:N"""
+    group_size: int | None = None
+    """G, trajectories per group; 1: no groups; none: 16, with --model tiny 8, or 32 where an episode is one turn"""
+    max_turns: int | None = None
+    """K, turns per trajectory; none: the environment's own"""
+    max_actions: int | None = None
+    """actions per trajectory; none: the environment's own"""
+    max_actions_per_turn: int = 2
+    """further actions of a response are dropped without penalty"""
+    think: bool = True
+    """ask for <think>...</think> before the answer"""
+    separator: str = "||"
+    """between the actions of one answer; an environment with free-text actions takes the answer whole"""
+    format_penalty: float = -0.1
+    """added to the return for each turn with no valid action, or with one that the environment does not know; 0: off"""
+    max_new_tokens: int | None = None
+    """tokens per response; none: 400, with --model tiny 24"""
+    overlong_share: float = 0.0
+    """last share of max_new_tokens over which overlong_penalty grows from 0 to its whole; 0: off"""
+    overlong_penalty: float = -1.0
+    """added to the return for a response of max_new_tokens"""
+    context: Literal["full", "window", "turn"] = "full"
+    """what the model sees: the whole trajectory, trained as one row; or the last turns, each turn trained as a row of
+    its own: as a chat (window), or written out in one user message (turn)"""
+    window: int | None = None
+    """turns that --context window or turn shows, the present one included; none: 3"""
+    max_model_len: int = 3600
+    """tokens of prompt and response; full: a trajectory without room for another response ends there; window, turn:
+    whole turns are left out, the oldest first; nothing is ever cut"""
+    temperature: float = 1.0
+    """of sampling in training; the trained log-probs are those at this temperature"""
+    sampler_tokens: int = 65_536
+    """rows x tokens of the sampler's batch; the keys and values that it keeps between turns take as much again"""
+
+    # ---- filtering
+    filter: Literal["none", "snr", "reference", "main-table", "top-k-25"] = "none"
+    """which groups are trained on, by the spread of their environment returns; the presets of filtering.py"""
+    max_rollouts: int = 1
+    """above 1: groups whose returns are all equal are replaced by newly sampled ones, in up to this many rollouts an
+    update (dynamic sampling)"""
+    loss_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """advantages are scaled by the share of groups that was kept, or by its root"""
+
+    # ---- algorithm
+    estimator: Literal["gae", "bi-level", "reinforce++"] = "gae"
+    """advantage of a token: gae; bi-level, one GAE over turns and one over the tokens of each; reinforce++, the
+    discounted return, without a critic"""
+    gamma: float = 1.0
+    """discount from one sampled token to the next"""
+    gae_lambda: float = 1.0
+    """1: the whole return less the value; 0: one step of it"""
+    turn_gamma: float = 0.95
+    """discount from one turn to the next, of the bi-level estimator"""
+    whiten: bool = True
+    """advantages are set to mean 0 and std 1 over all sampled tokens of the update"""
+    critic: Literal["separate", "shared"] = "separate"
+    """a copy of the model with a scalar head, or a head on the backbone of the policy, which then learns both"""
+    critic_warmup: int = 0
+    """first updates in which only the critic learns"""
+    vf_coef: float = 1.0
+    """weight of the value loss; it matters where the backbone is shared"""
+    vf_clip: float = 0.5
+    """values move at most this far from the old ones before their loss stops falling; 0: off"""
+    reward_placement: Literal["end", "turn"] = "end"
+    """the rewards stand on the last sampled token of the trajectory, all of them, or on the last of each turn"""
+    reward_norm: Literal["none", "mean", "mean-std", "asym-clip"] = "none"
+    """returns, penalties included, before any advantage: less their mean; over their std too; and clipped to [-1, 3]"""
+    reward_norm_over: Literal["group", "env", "batch"] = "batch"
+    """the trajectories whose mean and std --reward-norm takes"""
+    soft_reweight: bool = False
+    """scale the advantages of a group by its std of returns, relative to the largest of the batch"""
+    length_weight: bool = False
+    """divide the advantages of a trajectory by its number of sampled tokens, relative to the mean"""
+    clip_low: float = 0.2
+    """the ratio is clipped at 1 - clip_low"""
+    clip_high: float = 0.28
+    """the ratio is clipped at 1 + clip_high; higher than clip_low leaves room for unlikely tokens to grow"""
+    dual_clip: float = 3.0
+    """bounds the loss at -A * dual_clip where the advantage is negative; 0: off"""
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
+    """how per-token losses become one number, over the whole minibatch"""
+    ent_coef: float = 0.001
+    """entropy bonus per token, nats; 0: off"""
+    kl_coef: float = 0.0
+    """weight of KL(policy || ref_policy) per token, nats; 0: off, and no reference model is loaded"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k1: d, k2: d^2/2, k3: exp(-d)+d-1, with d = logprob - ref_logprob"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """add the KL to the loss, or subtract its sum over the trajectory from the return"""
+
+    # ---- optimisation
+    updates: int | None = None
+    """rollout-and-optimise rounds; none: 200, with --model tiny 40"""
+    epochs: int = 1
+    """passes over the trajectories of an update"""
+    minibatch_size: int = 32
+    """trajectories per optimizer step"""
+    microbatch_tokens: int = 4096
+    """rows x tokens of one forward pass: memory and speed, the gradient does not depend on it"""
+    learning_rate: float | None = None
+    """AdamW; none: 1e-6, with --model tiny 5e-4"""
+    critic_learning_rate: float | None = None
+    """of the critic, or of its head where the backbone is shared; none: 1e-5, with --model tiny 1e-3"""
+    lr_warmup: int | None = None
+    """optimizer steps of linear warm-up; none: 0, with --model tiny 8"""
+    lr_decay: bool | None = None
+    """let the learning rate fall linearly to 0 over the updates; none: only with --model tiny"""
+    weight_decay: float = 0.01
+    """AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this norm"""
+    optimizer: Literal["adamw", "adamw-fused", "adamw-8bit"] = "adamw"
+    """adamw-fused: one kernel for all weights; adamw-8bit: a quarter of the memory for the moments (bitsandbytes)"""
+    gradient_checkpointing: bool = False
+    """keep only the inputs of each layer, and compute the rest again in the backward pass: less memory, slower"""
+    bf16: bool = False
+    """autocast to bfloat16 in sampling and training; weights and optimizer stay in float32"""
+    threads: int = 0
+    """CPU threads of torch; 0: torch's own choice"""
+
+    # ---- validation, checkpoints, logs
+    val_every: int = 10
+    """updates between validations; it also runs before the first and after the last update; 0: never"""
+    val_episodes: int = 256
+    """episodes of a validation in each environment, on initial states that are the same in every run"""
+    val_temperature: float = 0.5
+    """of sampling in validation"""
+    save_every: int = 10
+    """updates between checkpoints; the last update is always saved"""
+    keep_checkpoints: int = 2
+    """older ones are deleted; 0: keep all"""
+    log_trajectories: int = 4
+    """trajectories written to trajectories.jsonl at each update and each validation"""
+
+
+# ======================================================================================================================
+# 2  Prompt and response
+# ======================================================================================================================
+@dataclass
+class ParsedResponse:
+    thinking: str
+    actions: list[str]
+    valid: bool  # whether the tags were all there; says nothing about the actions
+
+
+def system_prompt(env, args: Args) -> str:
+    """The first message: the task, the actions, the budget, the form of a response."""
+    # EDIT HERE: the wording of your own prompt. Changing it makes the tiny model learn it anew.
+    lines = [env.instruction.strip()]
+    example = "your answer"
+    if env.actions is not None:
+        max_actions = args.max_actions or env.max_actions
+        per_turn = min(args.max_actions_per_turn, max_actions)
+        # Small models copy the example as it stands, so it is one that can be played.
+        example = f" {args.separator} ".join((env.actions * per_turn)[:per_turn])
+        several = f", up to {per_turn} a turn" if per_turn > 1 else ""
+        lines.append(f"Actions: {', '.join(env.actions)}; {max_actions} in all{several}.")
+    think = "<think>your thoughts</think>" if args.think else ""
+    lines.append(f"Answer in this form: {think}<answer>{example}</answer>")
+    return "\n".join(line for line in lines if line)
+
+
+NOTICE = "No valid action was given, the state is unchanged."
+
+
+def user_message(turn: int, observation: str, actions_left: int, reward: float | None, notice: str) -> str:
+    """What the model reads at the start of a turn. `reward` is the previous turn's, None at the first turn."""
+    lines = [] if reward is None else [f"Reward: {reward:g}"]
+    if notice:
+        lines.append(notice)
+    lines.append(f"Turn {turn}, {actions_left} actions left.")
+    return "\n".join([*lines, observation])
+
+
+def written_history(turns: list[dict], window: int, separator: str) -> str:
+    """The user message of the last of `turns` with up to window - 1 turns before it written out: what was seen, and
+    what was played; the thinking is left out, and so is text that no action was found in."""
+    lines = [f"Turns done: {len(turns) - 1}."] if len(turns) > 1 else []
+    for turn in turns[-window:-1]:
+        lines += [turn["user"], f"Your answer: {f' {separator} '.join(turn['actions']) or 'none'}"]
+    return "\n".join([*lines, turns[-1]["user"]])
+
+
+BETWEEN = re.compile(r"</think>\s*<answer>")
+TAGS = re.compile(r"</?(?:think|answer)>")
+
+
+def parse_response(text: str, separator: str | None = "||", max_actions: int = 2, think: bool = True) -> ParsedResponse:
+    """Thinking and actions of a response (its prefilled tag included). Never raises: text is data.
+
+    The first well-formed pair of elements counts, case-sensitive, with nothing but white space between them; text
+    around it is ignored. Missing tags: no actions, valid False. `separator` None: the answer is one action, whole.
+    """
+    # By steps, not by one pattern: backtracking over a thousand repeated tags, as a collapsed policy writes them, takes
+    # minutes.
+    nothing = ParsedResponse("", [], False)
+    start = text.find("<think>" if think else "<answer>")
+    between = BETWEEN.search(text, start) if think and start >= 0 else None
+    if start < 0 or (think and between is None):
+        return nothing
+    thinking = text[start : between.start()] if think else ""
+    answer, closed, _ = text[between.end() if think else start + len("<answer>") :].partition("</answer>")
+    if not closed:
+        return nothing
+    # A stray tag inside an element is removed: "<think>a</think>b</think>" is one thought.
+    thinking, answer = TAGS.sub("", thinking).strip(), TAGS.sub("", answer).strip()
+    pieces = [answer] if separator is None else [piece.strip() for piece in answer.split(separator)]
+    return ParsedResponse(thinking, [piece for piece in pieces if piece][:max_actions], True)
+
+
+# ======================================================================================================================
+# 3  Trajectory assembly and rollout
+# ======================================================================================================================
+@dataclass
+class Sample:
+    """One row of training: a whole trajectory (--context full), or one turn of it, with the very prompt that the
+    sampler saw. The four lists are of equal length and are written together, in `append` alone."""
+
+    ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)  # 1 exactly on sampled tokens
+    turn_ids: list[int] = field(default_factory=list)  # the turn in which the token was appended, from 0
+    sampler_logprobs: list[float] = field(default_factory=list)  # nats; 0 where nothing was sampled
+
+    def append(self, ids: list[int], turn: int, logprobs: list[float] | None = None):
+        """Token ids at the end; sampled ones come with their log-probs."""
+        self.ids += ids
+        self.loss_mask += [int(logprobs is not None)] * len(ids)
+        self.turn_ids += [turn] * len(ids)
+        self.sampler_logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
+
+    def response(self) -> list[int]:
+        return [token for token, sampled in zip(self.ids, self.loss_mask, strict=True) if sampled]
+
+
+@dataclass
+class Trajectory:
+    """One episode: one sample that grows (--context full), or one for each turn."""
+
+    index: int  # of its environment among those of the rollout
+    group: int
+    member: int
+    env: str
+    samples: list[Sample] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # environment reward of each turn
+    penalties: list[float] = field(default_factory=list)  # format and length penalties of each turn
+    turns: list[dict] = field(default_factory=list)  # what a person reads: texts, actions, flags
+    num_actions: int = 0
+    success: bool = False
+    ended: str = ""  # done (by the environment) | actions | turns | context: which budget ran out
+
+    def num_tokens(self) -> int:
+        """Sampled ones, of all turns."""
+        return sum(sum(sample.loss_mask) for sample in self.samples)
+
+
+# Streams of random numbers. Every draw has an address: (seed, stream, update, group, member, turn).
+START, CHANCE, SAMPLE, SHUFFLE = range(4)
+VAL_SEED = 123
+
+
+def address(seed: int, stream: int, update: int, group: int = 0, member: int = 0, turn: int = 0) -> int:
+    """A 63-bit seed for one draw. The path always has six parts: SeedSequence cannot tell (1, 2) from (1, 2, 0)."""
+    return int(np.random.SeedSequence((seed, stream, update, group, member, turn)).generate_state(1, np.uint64)[0] >> 1)
+
+
+Generate = Callable[[list[Trajectory], list[int]], list[Sampled]]
+
+
+def sample_with(sampler, args: Args, temperature: float) -> Generate:
+    def generate(active: list[Trajectory], seeds: list[int]) -> list[Sampled]:
+        return sampler.generate([t.samples[-1].ids for t in active], seeds, args.max_new_tokens, temperature)
+
+    return generate
+
+
+def rollout(
+    envs: list, generate: Generate, tokenizer, args: Args, seed: int, update: int, num_groups: int, group_size: int,
+    first_group: int = 0, first_start: int | None = None,
+) -> list[Trajectory]:  # fmt: skip
+    """num_groups x group_size finished trajectories, in order of group, then member.
+
+    `generate(trajectories, seeds)` returns one response for each. The initial state of a group depends on (seed,
+    update, group), or is `first_start + group`; chance afterwards, and the sampling, depend on the member too.
+    """
+    trajectories = []
+    for index in range(num_groups * group_size):
+        env, group, member = envs[index], first_group + index // group_size, index % group_size
+        start = address(seed, START, update, group) if first_start is None else first_start + group
+        chance = address(seed, CHANCE, update, group, member)
+        observation, _ = env.reset(seed=start, options={"chance_seed": chance})
+        trajectory = Trajectory(index, group, member, env.name)
+        user = user_message(1, observation, args.max_actions or env.max_actions, None, "")
+        trajectory.turns.append({"user": user, "observation": observation})
+        begin_turn(env, trajectory, tokenizer, args)
+        trajectories.append(trajectory)
+
+    turn = 0
+    while active := [t for t in trajectories if not t.ended]:
+        seeds = [address(seed, SAMPLE, update, t.group, t.member, turn) for t in active]
+        for trajectory, sampled in zip(active, generate(active, seeds), strict=True):
+            trajectory.samples[-1].append(sampled.token_ids, turn, sampled.logprobs)
+            play_turn(envs[trajectory.index], trajectory, sampled, tokenizer, turn, args)
+        turn += 1
+    return trajectories
+
+
+def begin_turn(env, trajectory: Trajectory, tokenizer, args: Args):
+    """Writes the prompt of the turn that begins: at the end of the one sample (full), or as a sample of its own.
+
+    Where prompt and response have no room in max_model_len, window and turn leave out whole turns, the oldest first and
+    never the present one; what still has no room ends the trajectory.
+    """
+    turn = len(trajectory.turns) - 1
+    if args.context == "full" and turn > 0:
+        follow(trajectory.samples[0], next_prompt(tokenizer, trajectory.turns[-1]["user"], args), turn)
+    else:
+        for shown in range(min(turn + 1, args.window or 1), 0, -1):
+            sample = turn_prompt(env, trajectory, tokenizer, shown, args)
+            if len(sample.ids) + args.max_new_tokens <= args.max_model_len:
+                break
+        trajectory.samples.append(sample)
+    if len(trajectory.samples[-1].ids) + args.max_new_tokens > args.max_model_len:
+        trajectory.ended = "context"
+        if args.context != "full":
+            trajectory.samples.pop()  # nothing was sampled after this prompt, so there is nothing to train
+
+
+def turn_prompt(env, trajectory: Trajectory, tokenizer, shown: int, args: Args) -> Sample:
+    """A sample that holds the prompt of the present turn alone, with the last `shown` turns in view (this one
+    included): as a chat, in which earlier responses stand as they were sampled, or written out in one message."""
+    sample, turn, system = Sample(), len(trajectory.turns) - 1, system_prompt(env, args)
+    if args.context == "turn":
+        user = written_history(trajectory.turns, shown, args.separator)
+        sample.append(first_prompt(tokenizer, system, user, args), turn)
+        return sample
+    first = turn + 1 - shown
+    sample.append(first_prompt(tokenizer, system, trajectory.turns[first]["user"], args), turn)
+    for earlier in range(first, turn):
+        sample.append(trajectory.samples[earlier].response(), turn)
+        follow(sample, next_prompt(tokenizer, trajectory.turns[earlier + 1]["user"], args), turn)
+    return sample
+
+
+def follow(sample: Sample, suffix: list[int], turn: int):
+    # The suffix starts with the token that closes a response; most responses were sampled with it.
+    sample.append(suffix[1:] if sample.ids[-1:] == suffix[:1] else suffix, turn)
+
+
+def overlong(num_tokens: int, args: Args) -> float:
+    """Penalty of one response, 0 up to the last share of max_new_tokens, then linear. DAPO, arXiv:2503.14476."""
+    buffer = args.overlong_share * args.max_new_tokens
+    if buffer == 0:
+        return 0.0
+    return args.overlong_penalty * min(1.0, max(0.0, (num_tokens - args.max_new_tokens + buffer) / buffer))
+
+
+def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: int, args: Args):
+    """One response is parsed and played; then the next prompt is written, or the trajectory ends."""
+    sampled_ids = sampled.token_ids[:-1] if sampled.finish_reason == "stop" else sampled.token_ids
+    text = ("<think>" if args.think else "<answer>") + tokenizer.decode(sampled_ids)
+    free_text = env.actions is None
+    limit = 1 if free_text else args.max_actions_per_turn
+    parsed = parse_response(text, None if free_text else args.separator, limit, args.think)
+    names = {} if free_text else {name.lower(): name for name in env.actions}
+    actions = parsed.actions if free_text else [names[a.lower()] for a in parsed.actions if a.lower() in names]
+    malformed = not actions or len(actions) < len(parsed.actions)
+
+    max_actions = args.max_actions or env.max_actions
+    reward, terminated, truncated, info, played, effective = 0.0, False, False, {}, [], False
+    for action in actions[: max_actions - trajectory.num_actions]:
+        observation, action_reward, terminated, truncated, info = env.step(action)
+        reward += float(action_reward)
+        played.append(action)
+        effective = effective or bool(info.get("action_is_effective", False))
+        if terminated or truncated:
+            break
+    trajectory.num_actions += len(played)
+    # EDIT HERE: what a turn is paid for beyond the environment's reward.
+    trajectory.rewards.append(reward)
+    trajectory.penalties.append((args.format_penalty if malformed else 0.0) + overlong(len(sampled.token_ids), args))
+    if played:
+        trajectory.success = bool(info.get("success", False))
+    trajectory.turns[-1] |= {
+        "response": text,
+        "actions": played,
+        "reward": reward,
+        "penalty": trajectory.penalties[-1],
+        "valid": not malformed,
+        "effective": effective,
+        "tokens": len(sampled.token_ids),
+        "finish_reason": sampled.finish_reason,
+        "info": {k: v for k, v in info.items() if isinstance(v, int | float)},
+    }
+    if terminated or truncated:
+        trajectory.ended = "done"
+    elif trajectory.num_actions >= max_actions:
+        trajectory.ended = "actions"
+    elif turn + 1 >= (args.max_turns or env.max_turns):
+        trajectory.ended = "turns"
+    if trajectory.ended:
+        return
+
+    notice = "" if actions else NOTICE
+    if not played:
+        observation = trajectory.turns[-1]["observation"]
+    user = user_message(turn + 2, observation, max_actions - trajectory.num_actions, reward, notice)
+    trajectory.turns.append({"user": user, "observation": observation})
+    begin_turn(env, trajectory, tokenizer, args)
+
+
+# ======================================================================================================================
+# 4  Log-probs and values
+# ======================================================================================================================
+def pad(samples: list[Sample], device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids_BT, attention_mask_BT, loss_mask_BS, padded on the right; S is shifted to the target token."""
+    ids = [torch.tensor(sample.ids) for sample in samples]
+    loss_masks = [torch.tensor(sample.loss_mask, dtype=torch.float32) for sample in samples]
+    ids_BT, loss_mask_BT = pad_sequence(ids, batch_first=True), pad_sequence(loss_masks, batch_first=True)
+    attention_mask_BT = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    return ids_BT.to(device), attention_mask_BT.to(device), loss_mask_BT[:, 1:].to(device)
+
+
+def token_logprobs(
+    model, ids_BT: torch.Tensor, attention_mask_BT: torch.Tensor, loss_mask_BS: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs (B, S) of the sampled tokens and entropies (B, S) of the distributions they came from, nats, at
+    `temperature`; 0 where loss_mask is 0."""
+    # The product with the vocabulary dominates memory: it is made only in columns where some row was sampled.
+    columns_C = loss_mask_BS.any(0).nonzero()[:, 0]
+    mask_BC = loss_mask_BS[:, columns_C].bool()
+    logits_BCV = model(
+        input_ids=ids_BT, attention_mask=attention_mask_BT, use_cache=False, logits_to_keep=columns_C
+    ).logits
+    logprobs_MV = (logits_BCV[mask_BC].float() / temperature).log_softmax(-1)
+    targets_M = ids_BT[:, 1:][:, columns_C][mask_BC]
+    rows_M, picked_M = mask_BC.nonzero(as_tuple=True)
+    logprobs_BS, entropies_BS = torch.zeros_like(loss_mask_BS), torch.zeros_like(loss_mask_BS)
+    at = (rows_M, columns_C[picked_M])
+    logprobs_BS = logprobs_BS.index_put(at, logprobs_MV.gather(-1, targets_M[:, None])[:, 0])
+    entropies_BS = entropies_BS.index_put(at, -(logprobs_MV.exp() * logprobs_MV).sum(-1))
+    return logprobs_BS, entropies_BS
+
+
+class Critic(torch.nn.Module):
+    """A language model's backbone with a scalar head. The head starts at zero, and so does every value."""
+
+    def __init__(self, policy, shared: bool):
+        super().__init__()
+        self.shared = shared
+        self.backbone = policy.base_model if shared else copy.deepcopy(policy.base_model)
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, ids_BT: torch.Tensor, attention_mask_BT: torch.Tensor) -> torch.Tensor:
+        """(B, S): what is still to come, seen before the token at s + 1 is drawn."""
+        hidden_BTH = self.backbone(input_ids=ids_BT, attention_mask=attention_mask_BT, use_cache=False)[0]
+        return self.head(hidden_BTH[:, :-1].float())[..., 0]
+
+    def own(self) -> torch.nn.Module:
+        """What is not the policy's."""
+        return self.head if self.shared else self
+
+
+def microbatches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Indices of rows, shortest first, cut where rows x longest would exceed `max_tokens`; a longer row is alone."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+# ======================================================================================================================
+# 5  Advantages
+# ======================================================================================================================
+def normalize_returns(returns_B: np.ndarray, keys_B: list, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (B,), each set against those with its key, and the factors (B,) by which they were scaled.
+
+    none: R; mean: R - mean; mean-std: (R - mean) / (std + 1e-6), ddof 1; asym-clip: the same, clipped to [-1, 3]. Where
+    all returns of a key are equal, 0. Source: the code of arXiv:2504.20073 (reward_normalization).
+    """
+    normalized_B, scales_B = np.array(returns_B, dtype=np.float64), np.ones(len(returns_B))
+    if method == "none":
+        return normalized_B, scales_B
+    for key in set(keys_B):
+        rows = [i for i, k in enumerate(keys_B) if k == key]
+        returns = normalized_B[rows]
+        dead = dead_groups(returns[None])[0]
+        if method != "mean":
+            scales_B[rows] = 0.0 if dead else 1 / (returns.std(ddof=1) + 1e-6)
+        normalized_B[rows] = 0.0 if dead else (returns - returns.mean()) * scales_B[rows]
+    return normalized_B.clip(-1, 3) if method == "asym-clip" else normalized_B, scales_B
+
+
+def turn_rewards(trajectories: list[Trajectory], args: Args) -> list[np.ndarray]:
+    """(K,) for each trajectory: what each of its turns is paid, environment reward and penalties.
+
+    --reward-norm scales the turns of a trajectory alike and gives the rest to the last, so that they sum to the
+    normalised return; --reward-placement end puts all of it there.
+    """
+    # EDIT HERE: what the policy is trained to maximise.
+    rewards = [np.array(t.rewards, dtype=np.float64) + np.array(t.penalties) for t in trajectories]
+    keys_B = [{"group": t.group, "env": t.env, "batch": 0}[args.reward_norm_over] for t in trajectories]
+    returns_B, scales_B = normalize_returns(np.array([r.sum() for r in rewards]), keys_B, args.reward_norm)
+    for i in range(len(rewards)):
+        rewards[i] = rewards[i] * (scales_B[i] if args.reward_placement == "turn" else 0.0)
+        rewards[i][-1:] += returns_B[i] - rewards[i].sum()
+    return rewards
+
+
+def advantage_factors(trajectories: list[Trajectory], kept_share: float, args: Args) -> np.ndarray:
+    """(B,) what the advantages of a trajectory are multiplied by: --soft-reweight, --loss-scaling, --length-weight."""
+    factors_B = np.ones(len(trajectories))
+    if args.soft_reweight:
+        spread_P = group_scores(returns_by_group(trajectories, args.group_size), "reward_std")
+        factors_B *= np.repeat(spread_P / (spread_P.max() + 1e-6), args.group_size)
+    factors_B *= {"none": 1.0, "linear": kept_share, "sqrt": kept_share**0.5}[args.loss_scaling]
+    if args.length_weight:
+        lengths_B = np.array([t.num_tokens() for t in trajectories])
+        factors_B *= lengths_B.mean() / np.maximum(lengths_B, 1)
+    return factors_B
+
+
+def gae(
+    rewards_BS: torch.Tensor, values_BS: torch.Tensor, loss_mask_BS: torch.Tensor, gamma: float, gae_lambda: float,
+    ends_BS: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Advantages and returns (B, S) from generalised advantage estimation over sampled tokens, 0 at all others.
+
+    Tokens of the environment are skipped, not discounted: "next" is the next sampled token. After the last one, and
+    after those where `ends_BS` is 1, nothing more is to come, whether the episode was done or out of turns (its prompts
+    say how many actions are left). Source: arXiv:1506.02438, Eq. 16; the mask is ours.
+
+    >>> rewards_BS, values_BS = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
+    >>> gae(rewards_BS, values_BS, torch.tensor([[1, 0, 1]]), gamma=1.0, gae_lambda=1.0)
+    (tensor([[0.5000, 0.0000, 0.7500]]), tensor([[1., 0., 1.]]))
+    """
+    goes_on_BS = torch.ones_like(values_BS) if ends_BS is None else 1 - ends_BS
+    advantages_BS = torch.zeros_like(values_BS)
+    next_value_B, next_advantage_B = torch.zeros_like(values_BS[:, 0]), torch.zeros_like(values_BS[:, 0])
+    for s in reversed(range(values_BS.shape[1])):
+        sampled_B, value_B, goes_on_B = loss_mask_BS[:, s] > 0, values_BS[:, s], goes_on_BS[:, s]
+        delta_B = rewards_BS[:, s] + gamma * goes_on_B * next_value_B - value_B
+        advantage_B = delta_B + gamma * gae_lambda * goes_on_B * next_advantage_B
+        advantages_BS[:, s] = torch.where(sampled_B, advantage_B, 0.0)
+        next_advantage_B = torch.where(sampled_B, advantage_B, next_advantage_B)
+        next_value_B = torch.where(sampled_B, value_B, next_value_B)
+    return advantages_BS, torch.where(loss_mask_BS > 0, advantages_BS + values_BS, 0.0)
+
+
+def bi_level_gae(
+    rewards_BS: torch.Tensor, values_BS: torch.Tensor, loss_mask_BS: torch.Tensor, turn_ends_BS: torch.Tensor,
+    gamma: float, gae_lambda: float, turn_gamma: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Advantages and returns (B, S) from one GAE over turns and, inside each turn, one over its sampled tokens.
+
+    Over turns, from the last sampled token of one to that of the next: A_j = r_j + turn_gamma V_(j+1) - V_j +
+    turn_gamma gae_lambda A_(j+1). Then A_j + V_j is the reward at that token, by which the tokens of its turn are
+    judged; nothing else passes from a turn to the one before. `turn_ends_BS` is 1 on those last tokens, so a turn
+    without a reward is a turn too. Source: the code of arXiv:2504.20073, which takes non-zero rewards for the ends.
+    """
+    _, turn_returns_BS = gae(rewards_BS, values_BS, turn_ends_BS, turn_gamma, gae_lambda)
+    rewards_BS = torch.where(turn_ends_BS > 0, turn_returns_BS, rewards_BS)
+    return gae(rewards_BS, values_BS, loss_mask_BS, gamma, gae_lambda, ends_BS=turn_ends_BS)
+
+
+def whitened(advantages_BS: torch.Tensor, loss_mask_BS: torch.Tensor) -> torch.Tensor:
+    """(B, S) of mean 0 and variance 1 (unbiased, eps 1e-8) over sampled tokens; all equal, or fewer than two: all 0."""
+    advantages_M = advantages_BS[loss_mask_BS > 0]
+    if len(advantages_M) < 2 or dead_groups(advantages_M[None].cpu().numpy())[0]:
+        return torch.zeros_like(advantages_BS)
+    variance, mean = torch.var_mean(advantages_M)
+    return torch.where(loss_mask_BS > 0, (advantages_BS - mean) * (variance + 1e-8).rsqrt(), 0.0)
+
+
+def token_advantages(
+    trajectories: list[Trajectory], rewards: list[np.ndarray], kl: list[torch.Tensor] | None,
+    values: list[torch.Tensor], args: Args,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    """Advantages (whitened) and returns, (S,) for each sample, from the (K,) rewards of each trajectory's turns.
+
+    The samples of a trajectory follow each other as its turns did, so in every context mode the sampled tokens of a
+    trajectory are one sequence. `kl` (S,) of each sample is paid at its tokens; None: nothing is.
+    """
+    samples = [sample for t in trajectories for sample in t.samples]
+    lengths = [sum(len(s.ids) - 1 for s in t.samples) for t in trajectories]  # of the joined rows
+
+    def joined(rows: list[torch.Tensor]) -> torch.Tensor:
+        # float64: a sum of thousands of TD errors, back to front.
+        return pad_sequence(list(torch.cat([torch.empty(0), *rows]).double().split(lengths)), batch_first=True)
+
+    loss_mask_BS = joined([torch.tensor(s.loss_mask[1:]) for s in samples])
+    turn_ids_BS = joined([torch.tensor(s.turn_ids[1:]) for s in samples])
+    values_BS = joined(values)
+    rewards_BS, turn_ends_BS = torch.zeros_like(values_BS), torch.zeros_like(values_BS)
+    for b, per_turn in enumerate(rewards):
+        sampled_M = loss_mask_BS[b].nonzero()[:, 0]
+        turns_M = turn_ids_BS[b, sampled_M]
+        ends_K = sampled_M[torch.cat([turns_M[1:] != turns_M[:-1], torch.ones(len(turns_M[:1]), dtype=torch.bool)])]
+        rewards_BS[b, ends_K], turn_ends_BS[b, ends_K] = torch.tensor(per_turn), 1.0
+    if kl is not None:
+        rewards_BS -= args.kl_coef * joined(kl)
+    # EDIT HERE: another estimator.
+    if args.estimator == "bi-level":
+        estimated = bi_level_gae(
+            rewards_BS, values_BS, loss_mask_BS, turn_ends_BS, args.gamma, args.gae_lambda, args.turn_gamma
+        )
+    else:  # with values of 0 and lambda 1 it is the discounted return: REINFORCE++, arXiv:2501.03262
+        gae_lambda = args.gae_lambda if args.estimator == "gae" else 1.0
+        estimated = gae(rewards_BS, values_BS, loss_mask_BS, args.gamma, gae_lambda)
+    advantages_BS, returns_BS = estimated
+    if args.whiten:
+        advantages_BS = whitened(advantages_BS, loss_mask_BS)
+    advantages, returns = (
+        torch.cat([row[:length] for row, length in zip(rows_BS.float(), lengths, strict=True)]).split(
+            [len(s.ids) - 1 for s in samples]
+        )
+        for rows_BS in (advantages_BS, returns_BS)
+    )
+    return list(advantages), list(returns)
+
+
+# ======================================================================================================================
+# 6  Loss
+# ======================================================================================================================
+def token_weights(
+    loss_mask_BS: torch.Tensor, aggregation: str, num_tokens: float | None = None, num_sequences: float | None = None
+) -> torch.Tensor:
+    """Weights (B, S) with which per-token values are summed into one number.
+
+    token-mean: 1/tokens; seq-mean-token-mean: 1/(tokens of the row x rows); seq-mean-token-sum: 1/rows.
+    `num_tokens` and `num_sequences` count the whole minibatch of which these rows are a part (default: they are all of
+    it), so the sum over microbatches does not depend on how they were cut. Nothing sampled: all 0.
+    """
+    tokens_B1 = loss_mask_BS.sum(-1, keepdim=True)
+    num_tokens = tokens_B1.sum().item() if num_tokens is None else num_tokens
+    num_sequences = (tokens_B1 > 0).sum().item() if num_sequences is None else num_sequences
+    if aggregation == "token-mean":
+        return loss_mask_BS / max(num_tokens, 1)
+    if aggregation == "seq-mean-token-mean":
+        return loss_mask_BS / tokens_B1.clamp(min=1) / max(num_sequences, 1)
+    return loss_mask_BS / max(num_sequences, 1)
+
+
+def policy_loss(
+    logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, advantages_BS: torch.Tensor, loss_mask_BS: torch.Tensor,
+    clip_low: float, clip_high: float, dual_clip: float, aggregation: str,
+    num_tokens: float | None = None, num_sequences: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """The clipped loss (scalar) and its statistics (token means over the minibatch; sum them over microbatches).
+
+    clipfrac: share of tokens where the clip decides; dual_clipfrac: where dual_clip does; approx_kl: k3 of the update's
+    own drift, nats per token. Source: PPO, arXiv:1707.06347, Eq. 7, with two clip bounds (DAPO, arXiv:2503.14476) and
+    dual clip (arXiv:1912.09729, Eq. 5).
+    """
+    logratio_BS = (logprobs_BS - old_logprobs_BS).clamp(-20, 20)
+    ratio_BS = logratio_BS.exp()
+    unclipped_BS = -advantages_BS * ratio_BS
+    clipped_BS = -advantages_BS * ratio_BS.clamp(1 - clip_low, 1 + clip_high)
+    loss_BS = torch.maximum(unclipped_BS, clipped_BS)
+    ceiling_BS = -advantages_BS * dual_clip
+    dual_BS = (advantages_BS < 0) & (loss_BS > ceiling_BS) & (dual_clip > 0)
+    loss_BS = torch.where(dual_BS, ceiling_BS, loss_BS)
+    loss = (loss_BS * token_weights(loss_mask_BS, aggregation, num_tokens, num_sequences)).sum()
+    with torch.no_grad():
+        mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
+        stats = {
+            "policy/clipfrac": ((clipped_BS > unclipped_BS) * mean_BS).sum(),
+            "policy/dual_clipfrac": (dual_BS * mean_BS).sum(),
+            "policy/approx_kl": ((ratio_BS - 1 - logratio_BS) * mean_BS).sum(),
+            "policy/ratio": (ratio_BS * mean_BS).sum(),
+        }
+    return loss, stats
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """KL(policy || ref_policy) per token, nats, of the same shape: k1 d, k2 d^2/2, k3 exp(-d)+d-1, d clamped to +-20.
+    Source: J. Schulman, "Approximating KL divergence" (2020)."""
+    d = (logprobs - ref_logprobs).clamp(-20, 20)
+    return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() + d - 1}[estimator]
+
+
+def kl_loss(
+    logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, ref_logprobs_BS: torch.Tensor, estimator: str
+) -> torch.Tensor:
+    """Per-token KL (B, S) whose mean gradient over samples is the gradient of KL(policy || ref_policy).
+
+    The tokens were drawn from the old policy, so the estimates are weighted by the ratio. For k1 and k3 its own
+    gradient counts: without it k1 has none on average, and k3 that of the reverse divergence. k2 has the right one as
+    it stands, d * grad(logprob).
+    """
+    ratio_BS = (logprobs_BS - old_logprobs_BS).clamp(-20, 20).exp()
+    return (ratio_BS.detach() if estimator == "k2" else ratio_BS) * kl_estimate(logprobs_BS, ref_logprobs_BS, estimator)
+
+
+def value_loss(
+    values_BS: torch.Tensor, old_values_BS: torch.Tensor, returns_BS: torch.Tensor, loss_mask_BS: torch.Tensor,
+    vf_clip: float, num_tokens: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Half the squared error of the values (scalar), a mean over the sampled tokens of the minibatch, and statistics.
+
+    With `vf_clip` > 0 the worse of V and of V clipped to old +- vf_clip counts: what has moved too far has no gradient.
+    clipfrac: share of tokens where the clipped one is worse. Source: the implementation of PPO by its authors.
+    """
+    error_BS = (values_BS - returns_BS).square()
+    worse_BS = error_BS
+    if vf_clip > 0:
+        clipped_BS = torch.clamp(values_BS, old_values_BS - vf_clip, old_values_BS + vf_clip)
+        worse_BS = torch.maximum(error_BS, (clipped_BS - returns_BS).square())
+    mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
+    with torch.no_grad():
+        stats = {"value/clipfrac": ((worse_BS > error_BS) * mean_BS).sum(), "value/mean": (values_BS * mean_BS).sum()}
+    return 0.5 * (worse_BS * mean_BS).sum(), stats
+
+
+# ======================================================================================================================
+# 7  Optimisation
+# ======================================================================================================================
+POLICY_METRICS = (
+    "loss pg_loss entropy kl grad_norm clipfrac dual_clipfrac approx_kl ratio advantage_abs learning_rate "
+    "nonfinite_steps"
+)
+VALUE_METRICS = "loss clipfrac mean grad_norm learning_rate return_mean return_std explained_variance"
+
+
+@torch.no_grad()
+def score(model, samples: list[Sample], args: Args, accelerator) -> list[torch.Tensor]:
+    """Log-probs (S,) of each sample under `model` as it is now."""
+    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for rows in microbatches([len(sample.ids) for sample in samples], args.microbatch_tokens):
+        ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[i] for i in rows], accelerator.device)
+        with accelerator.autocast():
+            logprobs_BS, _ = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
+        for i, row in zip(rows, logprobs_BS, strict=True):
+            logprobs[i] = row[: len(samples[i].ids) - 1]
+    return logprobs
+
+
+@torch.no_grad()
+def judge(critic, samples: list[Sample], args: Args, accelerator) -> list[torch.Tensor]:
+    """Values (S,) of each sample under `critic` as it is now, 0 where nothing was sampled."""
+    values: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for rows in microbatches([len(sample.ids) for sample in samples], args.microbatch_tokens):
+        ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[i] for i in rows], accelerator.device)
+        with accelerator.autocast():
+            values_BS = critic(ids_BT, attention_mask_BT) * loss_mask_BS
+        for i, row in zip(rows, values_BS, strict=True):
+            values[i] = row[: len(samples[i].ids) - 1]
+    return values
+
+
+def value_metrics(samples: list[Sample], values: list[torch.Tensor], returns: list[torch.Tensor]) -> dict[str, float]:
+    """Of the sampled tokens: mean and std of the returns, and the share of their variance that the values had
+    explained before the update; NaN where the returns do not vary."""
+    masks = [torch.tensor(sample.loss_mask[1:], dtype=torch.bool) for sample in samples]
+    values_M = torch.cat([row.cpu()[mask] for row, mask in zip(values, masks, strict=True)]).double()
+    returns_M = torch.cat([row.cpu()[mask] for row, mask in zip(returns, masks, strict=True)]).double()
+    dead = dead_groups(returns_M[None].numpy())[0]
+    explained = 1 - (returns_M - values_M).var(correction=0) / returns_M.var(correction=0)
+    return {
+        "value/return_mean": returns_M.mean().item(),
+        "value/return_std": returns_M.std(correction=0).item(),
+        "value/explained_variance": float("nan") if dead else explained.item(),
+    }
+
+
+def sampler_gap(samples: list[Sample], logprobs: list[torch.Tensor]) -> dict[str, float]:
+    """How far the sampler's log-probs are from the trainer's on the same tokens, nats; kl is the k3 estimate."""
+    masks = [torch.tensor(sample.loss_mask[1:], dtype=torch.bool) for sample in samples]
+    empty = torch.empty(0)  # of a batch in which nothing was sampled
+    trainer_M = torch.cat([empty, *(row.cpu()[mask] for row, mask in zip(logprobs, masks, strict=True))])
+    sampler_M = torch.cat(
+        [empty, *(torch.tensor(s.sampler_logprobs[1:])[m] for s, m in zip(samples, masks, strict=True))]
+    )
+    gap_M = trainer_M - sampler_M if len(trainer_M) else torch.tensor([float("nan")])
+    return {
+        "sampler/gap_mean": gap_M.abs().mean().item(),
+        "sampler/gap_max": gap_M.abs().max().item(),
+        "sampler/kl": (gap_M.exp() - 1 - gap_M).mean().item(),
+    }
+
+
+def recompute(model, on: bool):
+    """Gradient checkpointing, which transformers does in training mode alone: its layers enter it, dropout does not."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = on
+
+
+def optimise(
+    policy, critic, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int,
+    state: dict, notes: dict[str, str], kept_share: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
+    """One update of policy and critic: advantages, then epochs x minibatches of the clipped losses. Returns the
+    metrics; `state` counts steps, and `notes` says why a metric is NaN."""
+    device = accelerator.device
+    samples = [sample for t in trajectories for sample in t.samples]
+    ends = np.cumsum([len(t.samples) for t in trajectories])
+    samples_of = [range(end - len(t.samples), end) for t, end in zip(trajectories, ends, strict=True)]
+    # The ratio is taken against the trainer's own log-probs: a sampler's kernels differ, and it would not start at 1.
+    old_logprobs = score(policy, samples, args, accelerator)
+    ref_logprobs = score(ref_policy, samples, args, accelerator) if ref_policy is not None else None
+    metrics = sampler_gap(samples, old_logprobs)
+
+    if not any(any(sample.loss_mask) for sample in samples):
+        state["skipped_updates"] += 1
+        notes["policy/*"] = "update skipped: nothing was sampled, or no group was kept"
+        metrics |= {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
+        return metrics | {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
+
+    # ---- advantages
+    kl = None
+    if ref_logprobs is not None and args.kl_in == "reward":
+        # Where nothing was sampled both log-probs are 0, and so is every estimate.
+        kl = [kl_estimate(a, b, args.kl_estimator).cpu() for a, b in zip(old_logprobs, ref_logprobs, strict=True)]
+    if critic is not None:
+        old_values = judge(critic, samples, args, accelerator)
+    else:
+        old_values = [torch.zeros_like(row) for row in old_logprobs]
+        metrics |= {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
+        notes["value/*"] = f"--estimator {args.estimator} has no critic"
+    rewards = turn_rewards(trajectories, args)
+    advantages, returns = token_advantages(trajectories, rewards, kl, [row.cpu() for row in old_values], args)
+    factors_B = advantage_factors(trajectories, kept_share, args)
+    advantages = [advantages[j] * float(factor) for i, factor in enumerate(factors_B) for j in samples_of[i]]
+    if critic is not None:
+        metrics |= value_metrics(samples, old_values, returns)
+        if np.isnan(metrics["value/explained_variance"]):
+            notes["value/explained_variance"] = "all returns are equal"
+
+    # ---- minibatches
+    for model in filter(None, (policy, critic)):
+        recompute(model, args.gradient_checkpointing)
+    steps: list[dict[str, float]] = []
+    for epoch in range(args.epochs):
+        order = np.random.default_rng(address(args.seed, SHUFFLE, update, epoch)).permutation(len(trajectories))
+        # Groups may have been left out: as many steps as are needed, of about equal size.
+        for minibatch in np.array_split(order, -(-len(order) // args.minibatch_size)):
+            chosen = [j for i in minibatch for j in samples_of[i]]
+            num_tokens = sum(sum(samples[j].loss_mask) for j in chosen)
+            num_sequences = sum(any(samples[j].loss_mask) for j in chosen)
+            totals: Counter = Counter()
+            for picked in microbatches([len(samples[j].ids) for j in chosen], args.microbatch_tokens):
+                rows = [chosen[n] for n in picked]
+                ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[j] for j in rows], device)
+                old_logprobs_BS = pad_sequence([old_logprobs[j] for j in rows], batch_first=True)
+                advantages_BS = pad_sequence([advantages[j] for j in rows], batch_first=True).to(device)
+                logprobs_BS, entropies_BS = token_logprobs(
+                    policy, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature
+                )
+
+                weights_BS = token_weights(loss_mask_BS, args.aggregation, num_tokens, num_sequences)
+                pg_loss, stats = policy_loss(
+                    logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS, args.clip_low, args.clip_high,
+                    args.dual_clip, args.aggregation, num_tokens, num_sequences,
+                )  # fmt: skip
+                entropy = (entropies_BS * weights_BS).sum()
+                mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
+                stats["policy/entropy"] = (entropies_BS * mean_BS).sum()
+                stats["policy/advantage_abs"] = (advantages_BS.abs() * mean_BS).sum()
+                kl = stats["policy/kl"] = torch.zeros((), device=device)
+                if ref_logprobs is not None:
+                    ref_logprobs_BS = pad_sequence([ref_logprobs[j] for j in rows], batch_first=True)
+                    kl_BS = kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator)
+                    kl = (kl_BS * weights_BS).sum()
+                    stats["policy/kl"] = (kl_BS * mean_BS).sum()
+                loss = pg_loss - args.ent_coef * entropy
+                if args.kl_in == "loss":
+                    loss = loss + args.kl_coef * kl
+                stats |= {"policy/loss": loss, "policy/pg_loss": pg_loss}
+                if critic is not None:
+                    old_values_BS = pad_sequence([old_values[j] for j in rows], batch_first=True)
+                    returns_BS = pad_sequence([returns[j] for j in rows], batch_first=True).to(device)
+                    values_BS = critic(ids_BT, attention_mask_BT)
+                    v_loss, value_stats = value_loss(
+                        values_BS, old_values_BS, returns_BS, loss_mask_BS, args.vf_clip, num_tokens
+                    )
+                    loss = loss + args.vf_coef * v_loss
+                    stats |= value_stats | {"value/loss": v_loss}
+                accelerator.backward(loss)
+                totals.update({name: value.item() for name, value in stats.items()})  # a Counter adds
+
+            warmup = min(1.0, (state["optimizer_steps"] + 1) / max(args.lr_warmup, 1))
+            decay = 1 - (update - 1) / args.updates if args.lr_decay else 1.0
+            learning_rates = (args.learning_rate * warmup * decay, args.critic_learning_rate * warmup * decay)
+            for parameters, learning_rate in zip(optimizer.param_groups, learning_rates, strict=False):
+                parameters["lr"] = learning_rate
+            if update <= args.critic_warmup:
+                policy.zero_grad()  # what has no gradient is not stepped
+            grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+            finite = bool(np.isfinite(grad_norm) and np.isfinite(totals["policy/loss"]))
+            if critic is not None:
+                own = accelerator.unwrap_model(critic).own().parameters()
+                totals["value/grad_norm"] = float(accelerator.clip_grad_norm_(own, args.max_grad_norm))
+                finite = finite and bool(np.isfinite(totals["value/grad_norm"]))
+            if finite:
+                optimizer.step()
+                state["optimizer_steps"] += 1
+            optimizer.zero_grad()
+            state["nonfinite_in_a_row"] = 0 if finite else state["nonfinite_in_a_row"] + 1
+            cause = f"loss {totals['policy/loss']}, gradient norm {grad_norm}"
+            if not finite:
+                notes["policy/nonfinite_steps"] = f"optimizer step skipped: {cause}"
+            if state["nonfinite_in_a_row"] >= 10:
+                raise FloatingPointError(
+                    f"10 optimizer steps in a row had a loss or gradient that is not finite (update {update}: {cause})"
+                    "; lower --learning-rate or --max-grad-norm"
+                )
+            steps.append(totals | {"policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
+    for model in filter(None, (policy, critic)):
+        recompute(model, False)
+    for name in steps[0]:
+        metrics[name] = mean([step[name] for step in steps])
+    metrics["policy/nonfinite_steps"] = sum(step["policy/nonfinite_steps"] for step in steps)
+    metrics["policy/learning_rate"] = learning_rates[0]
+    if critic is not None:
+        metrics["value/learning_rate"] = learning_rates[1]
+    return metrics
+
+
+# ======================================================================================================================
+# 8  Metrics and screen
+# ======================================================================================================================
+def mean(values: list[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def returns_by_group(trajectories: list[Trajectory], group_size: int) -> np.ndarray:
+    """(P, G) sums of the environment's rewards, penalties left out."""
+    return np.array([sum(t.rewards) for t in trajectories]).reshape(-1, group_size)
+
+
+def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str) -> dict[str, float]:
+    """What happened in the environments, of all and, where there are several, of each; rates are shares of
+    trajectories, or of turns where they say so."""
+    turns = [turn for t in trajectories for turn in t.turns if "response" in turn]
+    metrics = {
+        "success": mean([t.success for t in trajectories]),
+        "return": mean([sum(t.rewards) for t in trajectories]),  # of the environment
+        "penalty": mean([sum(t.penalties) for t in trajectories]),
+        "turns": mean([len(t.rewards) for t in trajectories]),
+        "actions": mean([t.num_actions for t in trajectories]),
+        "valid_turns": mean([turn["valid"] for turn in turns]),
+        "effective_turns": mean([turn["effective"] for turn in turns]),
+        "cut_turns": mean([turn["finish_reason"] == "length" for turn in turns]),  # hit max_new_tokens
+        "context_ended": mean([t.ended == "context" for t in trajectories]),
+        "response_tokens": mean([turn["tokens"] for turn in turns]),
+        "trajectory_tokens": mean([sum(len(sample.ids) for sample in t.samples) for t in trajectories]),
+    }
+    if group_size > 1:
+        returns_PG = returns_by_group(trajectories, group_size)
+        successes_PG = np.array([t.success for t in trajectories]).reshape(-1, group_size)
+        metrics |= {
+            f"pass@{group_size}": mean(successes_PG.any(1)),
+            "in_group_std": mean(returns_PG.std(1, ddof=1)),
+            "dead_groups": mean(dead_groups(returns_PG)),  # whose returns are all equal
+        }
+    for name in sorted({name for turn in turns for name in turn["info"]} - {"success"}):
+        metrics[f"info/{name}"] = mean([turn["info"][name] for turn in turns if name in turn["info"]])
+    metrics = {prefix + name: value for name, value in metrics.items()}
+    names = dict.fromkeys(t.env for t in trajectories)
+    for name in names if len(names) > 1 else []:
+        metrics |= rollout_metrics([t for t in trajectories if t.env == name], group_size, f"{prefix}{name}/")
+    return metrics
+
+
+def trajectory_record(trajectory: Trajectory, update: int, phase: str) -> dict:
+    keys = ("group", "member", "success", "ended", "rewards", "penalties", "turns")
+    return {"update": update, "phase": phase} | {key: getattr(trajectory, key) for key in keys}
+
+
+def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
+    line = (
+        f"success {metrics['rollout/success']:.3f}  return {metrics['rollout/return']:+.2f}  "
+        f"entropy {metrics['policy/entropy']:.3f}  {metrics['time/sampled_tokens_per_s']:.0f} tokens/s"
+    )
+    return "  ".join([line, *notes.values()])
+
+
+def print_header(args: Args, envs: list, model, run_dir: Path):
+    """What this run is, with the paper's symbols beside their flags."""
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    minibatches = args.num_groups * args.group_size // args.minibatch_size
+    turns = {env.name: args.max_turns or env.max_turns for env in envs}
+    lines = [
+        f"[bold]{' '.join(args.env)}[/] with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}",
+        f"P = {args.num_groups} groups (--num-groups) x G = {args.group_size} (--group-size), up to K = "
+        f"{', '.join(map(str, turns.values()))} turns (--max-turns); {args.updates} updates of {args.epochs} x "
+        f"{minibatches} steps",
+    ]
+    if args.preset:
+        values = (f"--{name.replace('_', '-')} {getattr(args, name)}" for name in PRESETS[args.preset])
+        lines.append(f"{args.preset} = {' '.join(values)}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+# ======================================================================================================================
+# 9  Main
+# ======================================================================================================================
+def refuse(message: str):
+    console.print(Text(f"error: {message}", style="red"), soft_wrap=True)
+    raise SystemExit(2)
+
+
+def derive(args: Args, envs: list) -> Args:
+    """The arguments, with those filled in that depend on the model or the environments (one of each)."""
+    small = args.model == "tiny"
+    # One turn, one draw: where a rare payout is compared with a sure one, a small group most often sees no payout, and
+    # dividing by its small spread makes the policy shun the better arm (benchmarks/cpu.md).
+    one_turn = all(env.max_turns == 1 for env in envs)
+    group_size = args.group_size or ((32 if one_turn else 8) if small else 16)
+    numbers = list(environments.split_groups(args.env).values())
+    defaults = {
+        "group_size": group_size,
+        "num_groups": sum(numbers) if all(numbers) else max(1, 128 // group_size),
+        "window": 3 if args.context != "full" else None,
+        "updates": 40 if small else 200,
+        "max_new_tokens": 24 if small else 400,
+        "learning_rate": 5e-4 if small else 1e-6,
+        "critic_learning_rate": 1e-3 if small else 1e-5,
+        "lr_warmup": 8 if small else 0,
+        "lr_decay": small,
+    }
+    return replace(args, **{name: value for name, value in defaults.items() if getattr(args, name) is None})
+
+
+def make_envs(args: Args, numbers: dict[str, int]) -> list:
+    """`numbers` environments of each name, one name after the other."""
+    try:
+        return environments.make_all(numbers, args.env_options)
+    except (ValueError, TypeError, ImportError, gymnasium.error.Error) as error:
+        refuse(f"--env: {error}")
+
+
+def groups_of_each(args: Args) -> dict[str, int]:
+    """Name of each environment -> its number of groups: as given, or an even share of num_groups."""
+    groups = environments.split_groups(args.env)
+    share, rest = divmod(args.num_groups, len(groups))
+    return {name: number or share + (i < rest) for i, (name, number) in enumerate(groups.items())}
+
+
+def check(args: Args, envs: list):
+    """Refuses arguments that cannot work, before any model loads: the rule, the values, a remedy."""
+    at_least_one = "num_groups epochs minibatch_size microbatch_tokens max_actions_per_turn max_new_tokens "
+    at_least_one += "sampler_tokens val_episodes max_turns max_actions save_every max_rollouts window"
+    not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
+    not_negative += "critic_warmup vf_clip vf_coef ent_coef kl_coef weight_decay clip_high val_temperature"
+    values = {name: getattr(args, name) for name in at_least_one.split()}
+    rules = [(name, value is None or value >= 1, "must be at least 1; try 1") for name, value in values.items()]
+    rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
+    rules += [
+        ("group_size", args.group_size >= 1, "must be at least 1; try 8"),
+        ("gamma", 0 <= args.gamma <= 1, "must be in [0, 1]; try 1.0"),
+        ("gae_lambda", 0 <= args.gae_lambda <= 1, "must be in [0, 1]; try 1.0"),
+        ("turn_gamma", 0 <= args.turn_gamma <= 1, "must be in [0, 1]; try 0.95"),
+        ("critic_learning_rate", args.critic_learning_rate > 0, "must be above 0; try ten times the policy's"),
+        ("temperature", args.temperature > 0, "must be above 0: at 0 nothing is explored; try 1.0"),
+        ("learning_rate", args.learning_rate > 0, "must be above 0; try 1e-6 for a language model, 5e-4 for tiny"),
+        ("max_grad_norm", args.max_grad_norm > 0, "must be above 0; try 1.0"),
+        ("clip_low", 0 <= args.clip_low < 1, "must be in [0, 1); try 0.2"),
+        ("dual_clip", args.dual_clip == 0 or args.dual_clip > 1, "must be above 1, or 0 for off; try 3.0"),
+        ("format_penalty", args.format_penalty <= 0, "is added to the return and must not be positive; try -0.1"),
+        ("overlong_penalty", args.overlong_penalty <= 0, "is added to the return and must not be positive; try -1.0"),
+        ("overlong_share", 0 <= args.overlong_share <= 1, "is a share of max_new_tokens, in [0, 1]; try 0.2"),
+        ("separator", bool(args.separator.strip()), "must not be blank; try '||'"),
+        ("window", args.window is None or args.context != "full", "is read by --context window and turn; leave it out"),
+    ]
+    for name, holds, rule in rules:
+        if not holds:
+            refuse(f"{name} {rule} (got {getattr(args, name)!r})")
+    batch = args.num_groups * args.group_size
+    if batch % args.minibatch_size:
+        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: abs(d - args.minibatch_size))[:2])
+        refuse(
+            f"minibatch_size {args.minibatch_size} must divide num_groups*group_size = {batch}; "
+            f"try {' or '.join(map(str, near))}"
+        )
+    if args.max_model_len <= args.max_new_tokens:
+        refuse(
+            f"max_model_len {args.max_model_len} must exceed max_new_tokens {args.max_new_tokens} by room for the "
+            f"prompt; try --max-model-len {args.max_new_tokens + 1000}"
+        )
+    given = environments.split_groups(args.env)
+    if any(given.values()) and (not all(given.values()) or sum(given.values()) != args.num_groups):
+        refuse(
+            f"--env {' '.join(args.env)} must give each environment a number of groups, {args.num_groups} (num_groups) "
+            "in all, or give none and leave the shares to --num-groups"
+        )
+    if args.num_groups < len(given):
+        refuse(f"num_groups {args.num_groups} is less than one for each of {len(given)} environments; try {len(given)}")
+    for env in envs:
+        if args.model == "tiny" and (env.actions is None or env.solve() is None):
+            refuse(
+                f"--model tiny is warm-started by imitating env.solve(), and {env.name} has no solver or no list of "
+                "actions; name a real model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
+            )
+    if args.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        refuse("--optimizer adamw-8bit needs bitsandbytes; pip install bitsandbytes, or take adamw")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        refuse("--track needs wandb; pip install -e '.[track]'")
+    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
+    if args.model != "tiny" and not Path(args.model).exists() and not hub_name:
+        refuse(
+            f"--model {args.model}: no such file or folder, and hub names have the form owner/name; near names: "
+            f"{llm.near_models(args.model)}; or take tiny"
+        )
+
+
+def check_room(env, tokenizer, args: Args):
+    """Refuses a context in which not even the first response has room. Raises: ValueError with the lengths."""
+    observation, _ = env.reset(seed=VAL_SEED)
+    user = user_message(1, observation, args.max_actions or env.max_actions, None, "")
+    prompt = len(first_prompt(tokenizer, system_prompt(env, args), user, args))
+    if prompt + args.max_new_tokens > args.max_model_len:
+        raise ValueError(
+            f"max_model_len {args.max_model_len} has no room for a first prompt of {prompt} tokens and a response of "
+            f"max_new_tokens {args.max_new_tokens}; try --max-model-len {2 * (prompt + args.max_new_tokens)}"
+        )
+
+
+def practice(args: Args) -> tuple[list, list[str], Callable]:
+    """What the tiny model is made from: environments, texts with the words that it will read, and `play(generate,
+    tokenizer, n, context)`, the n-th batch of episodes in these environments."""
+    # A number of its own: the demonstrations must not depend on --num-groups.
+    names = environments.split_groups(args.env)
+    envs = make_envs(args, {name: 64 // len(names) for name in names})
+    texts = []
+    for env in envs[:: 64 // len(names)]:
+        for seed in range(200):
+            observation, _ = env.reset(seed=seed)
+            texts += [system_prompt(env, args), user_message(seed % 9, observation, seed % 9, -0.1, NOTICE)]
+            texts.append(" ".join(["", *env.actions]))
+    if args.context == "turn":
+        seen = {"user": "", "actions": []}
+        texts.append(written_history([seen, seen, seen], 2, args.separator))
+
+    def play(generate: Generate, tokenizer, n: int, context: str) -> list[Trajectory]:
+        return rollout(envs, generate, tokenizer, replace(args, context=context), tiny.SEED, n, len(envs), 1)
+
+    return envs, texts, play
+
+
+def load(args: Args, source: str):
+    """Model (float32, dropout off) and tokenizer: "tiny", or what llm.load_model takes."""
+    if source == "tiny":
+        return tiny.load(args, *practice(args), console)[:2]
+    try:
+        return llm.load_model(source)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def make_optimizer(parameters, args: Args) -> torch.optim.Optimizer:
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw-8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, **options)
+    return torch.optim.AdamW(parameters, **options, fused=args.optimizer == "adamw-fused" or None)
+
+
+def sample_groups(envs: list, generate: Generate, tokenizer, args: Args, update: int) -> list[Trajectory]:
+    """The trajectories of one update: num_groups groups, and with --max-rollouts as many again, and again, until
+    num_groups of all those have returns that differ."""
+    trajectories: list[Trajectory] = []
+    for n in range(args.max_rollouts):
+        trajectories += rollout(
+            envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size,
+            first_group=n * args.num_groups,
+        )  # fmt: skip
+        if (~dead_groups(returns_by_group(trajectories, args.group_size))).sum() >= args.num_groups:
+            break
+    return trajectories
+
+
+def select_groups(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
+    """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
+    differs only in its format penalties has nothing to teach about the task."""
+    returns_PG = returns_by_group(trajectories, args.group_size)
+    candidates = np.arange(len(returns_PG))
+    if args.max_rollouts > 1:
+        candidates = candidates[~dead_groups(returns_PG)][: args.num_groups]
+    if len(candidates):
+        candidates = candidates[filter_groups(returns_PG[candidates], args.filter)]
+    return [trajectories[p * args.group_size + g] for p in candidates for g in range(args.group_size)]
+
+
+def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:
+    """One episode from each of the fixed initial states of each environment, the same in every run."""
+    generate, episodes = sample_with(sampler, args, args.val_temperature), []
+    for first in range(0, len(envs), args.val_episodes):
+        of_one_name = envs[first : first + args.val_episodes]
+        episodes += rollout(
+            of_one_name, generate, tokenizer, args, VAL_SEED, 0, args.val_episodes, 1, first_start=VAL_SEED
+        )
+    return episodes
+
+
+def main(args: Args):
+    started = time.time()
+    try:
+        env_names = list(environments.split_groups(args.env))
+    except ValueError as error:
+        refuse(f"--env: {error}")
+    names = re.sub(r"[^A-Za-z0-9_]+", "-", "+".join(env_names)).strip("-")
+    name = f"{names}-{args.preset or 'ppo'}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(args.resume or Path(args.run_root) / f"{name}-{os.getpid()}")
+    probes = make_envs(args, dict.fromkeys(env_names, 1))
+    args = derive(args, probes)
+    check(args, probes)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    accelerator = Accelerator(mixed_precision="bf16" if args.bf16 else "no")
+    if accelerator.num_processes > 1:
+        refuse(f"one process for now, got {accelerator.num_processes}; try accelerate launch --num_processes 1")
+    torch.manual_seed(args.seed)  # nothing of ours draws from it; a model with weights missing from its folder does
+    envs = make_envs(args, {name: groups * args.group_size for name, groups in groups_of_each(args).items()})
+    val_envs = make_envs(args, dict.fromkeys(env_names, args.val_episodes))
+
+    # ---- models
+    latest = next(reversed(report.checkpoints(run_dir)), None)
+    policy, tokenizer = load(args, str(latest or args.model))
+    stop_ids = stop_tokens(policy, tokenizer)
+    try:
+        check_template(tokenizer, stop_ids, args)
+        for env in probes:
+            check_room(env, tokenizer, args)
+    except ValueError as error:
+        refuse(str(error))
+    ref_policy = None
+    if args.kl_coef > 0:
+        ref_policy = load(args, args.model)[0] if latest else copy.deepcopy(policy)
+        ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+    critic, parameters = None, [{"params": list(policy.parameters())}]
+    if args.estimator != "reinforce++":
+        critic = Critic(policy, args.critic == "shared")
+        parameters.append({"params": list(critic.own().parameters())})
+        critic = accelerator.prepare(critic)
+    optimizer = make_optimizer(parameters, args)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    try:
+        sampler = HFSampler(accelerator.unwrap_model(policy), stop_ids, args.sampler_tokens)
+    except ValueError as error:
+        refuse(f"--model {args.model}: {error}")
+
+    # ---- run folder
+    counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row seconds"
+    state = dict.fromkeys(counters.split(), 0)  # in every checkpoint, together with the optimizer
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if latest:
+        saved = torch.load(latest / "trainer.pt", weights_only=True, map_location=accelerator.device)
+        optimizer.load_state_dict(saved["optimizer"])
+        if critic is not None:
+            accelerator.unwrap_model(critic).own().load_state_dict(saved["critic"])
+        state = saved["state"]
+        if args.updates < state["update"]:
+            done = state["update"]
+            refuse(f"updates {args.updates} is below the {done} that are done; try --updates {2 * done}")
+    if not args.resume:
+        shutil.copy(__file__, run_dir)
+    # On resume too: --updates may have grown.
+    report.write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))
+    first_update = state["update"] + 1 if latest else 0
+    for file in ("metrics.jsonl", "trajectories.jsonl"):
+        report.cut_lines(run_dir / file, first_update - 1)
+    started -= state["seconds"]
+    tracker = report.start_tracking(run_dir, args.wandb_project, asdict(args), console) if args.track else None
+    print_header(args, probes, policy, run_dir)
+
+    stopping = []
+
+    def on_interrupt(signum, frame):
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(signum)
+        console.print("[yellow]stopping after this update; Ctrl-C again: at once, back to the last checkpoint[/]")
+
+    previous_handler = signal.signal(signal.SIGINT, on_interrupt)
+    progress = Progress(
+        TextColumn("update {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    task = progress.add_task("train", total=args.updates, completed=max(first_update - 1, 0), status="")
+    with progress:
+        for update in range(first_update, args.updates + 1):
+            update_started = time.time()
+            metrics: dict[str, float] = {"update": update}
+            notes: dict[str, str] = {}
+
+            if update > 0:
+                # ---- roll out
+                sampler.sync(accelerator.unwrap_model(policy))
+                generate = sample_with(sampler, args, args.temperature)
+                trajectories = sample_groups(envs, generate, tokenizer, args, update)
+                sampler.sync(sampler.model)  # drops the kept keys and values: their memory is the optimiser's now
+                metrics |= rollout_metrics(trajectories, args.group_size, "rollout/")
+                metrics["rollout/groups"] = len(trajectories) // args.group_size
+                sampled_tokens = sum(t.num_tokens() for t in trajectories)
+                metrics["time/rollout"] = time.time() - update_started
+                for trajectory in trajectories[: args.log_trajectories]:
+                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
+                if args.show_trajectory and update == max(first_update, 1):
+                    report.print_trajectory(trajectories[0], tokenizer, console)
+
+                # ---- filter, optimise
+                train_started = time.time()
+                kept = select_groups(trajectories, args)
+                metrics["rollout/kept_share"] = len(kept) / len(trajectories)
+                metrics |= optimise(
+                    policy, critic, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
+                    kept_share=metrics["rollout/kept_share"],
+                )  # fmt: skip
+                metrics["time/train"] = time.time() - train_started
+                metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
+                trained_tokens = sum(len(sample.ids) for t in kept for sample in t.samples)
+                metrics["time/trained_tokens_per_s"] = trained_tokens / metrics["time/train"]
+                state["tokens"] += sampled_tokens
+            metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
+
+            # ---- validate
+            if args.val_every and (update % args.val_every == 0 or update == args.updates):
+                val_started = time.time()
+                sampler.sync(accelerator.unwrap_model(policy))
+                episodes = validate(val_envs, sampler, tokenizer, args)
+                metrics |= rollout_metrics(episodes, 1, "val/")
+                metrics["time/val"] = time.time() - val_started
+                for trajectory in episodes[: args.log_trajectories]:
+                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
+                success = metrics["val/success"]
+                progress.print(
+                    f"update {update}: validation success [bold]{success:.3f}[/] of {len(episodes)} episodes"
+                )
+
+            # ---- log, save
+            state |= {"update": update, "seconds": time.time() - started}
+            metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
+            report.append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
+            if tracker:
+                tracker.log(metrics, step=update)
+            if update > 0:
+                status = status_line(metrics, notes)
+                progress.update(task, completed=update, status=status)
+                if progress.disable or notes:
+                    progress.print(f"update {update}/{args.updates} {status}")
+            if update == args.updates or stopping or (update > 0 and update % args.save_every == 0):
+                trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
+                if critic is not None:
+                    trainer_state["critic"] = accelerator.unwrap_model(critic).own().state_dict()
+                model = accelerator.unwrap_model(policy)
+                report.save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
+            if stopping:
+                break
+
+    signal.signal(signal.SIGINT, previous_handler)
+    sampler.close()
+    if tracker:
+        tracker.finish()
+    report.curves(run_dir)
+    if stopping and update < args.updates:
+        message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
+    else:
+        message = f"done in {(time.time() - started) / 60:.1f} minutes: {run_dir}/curves.png"
+    console.print(message, soft_wrap=True, highlight=False)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line; with --resume, the arguments of that run, of which only a few may differ."""
+    args = tyro.cli(Args, args=argv, description=__doc__)
+    if args.resume is None and args.preset:
+        args = tyro.cli(Args, args=argv, default=replace(Args(), **PRESETS[args.preset]))
+    if args.resume is None:
+        return args
+    file = Path(args.resume) / "args.json"
+    if not file.is_file():
+        runs = sorted(str(path.parent) for path in Path(args.run_root).glob("*/args.json"))
+        near = difflib.get_close_matches(args.resume, runs, n=3) or runs[-3:]
+        refuse(f"--resume {args.resume}: no run there ({file} is missing); near: {', '.join(near) or 'none'}")
+    try:
+        saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
+    except (TypeError, ValueError) as error:
+        refuse(f"--resume {args.resume}: args.json is not of this version ({error}); run the script in the run folder")
+    args = tyro.cli(Args, args=argv, default=saved)
+    for f in fields(Args):
+        old, new = getattr(saved, f.name), getattr(args, f.name)
+        if old != new and f.name not in ("resume", "updates", "track", "wandb_project"):
+            refuse(
+                f"--resume goes on with a run as it was: {f.name} is {old!r} there and {new!r} here; leave it out, or "
+                f"start a new run from its weights with --model {args.resume}/checkpoints/N"
+            )
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        raise SystemExit(
+            "interrupted; a run that had begun goes on from its last checkpoint with --resume RUN"
+        ) from None
