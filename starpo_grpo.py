@@ -763,6 +763,12 @@ def recompute(model, on: bool):
             module.training = on
 
 
+def skipped(state: dict, notes: dict[str, str], reason: str) -> dict[str, float]:
+    state["skipped_updates"] += 1
+    notes["policy/*"] = f"update skipped: {reason}"
+    return {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
+
+
 def optimise(
     policy, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int, state: dict,
     notes: dict[str, str], kept_share: float = 1.0,
@@ -777,6 +783,9 @@ def optimise(
     old_logprobs = score(policy, samples, args, accelerator)
     ref_logprobs = score(ref_policy, samples, args, accelerator) if ref_policy is not None else None
     metrics = sampler_gap(samples, old_logprobs)
+
+    if not any(any(sample.loss_mask) for sample in samples):
+        return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
 
     # ---- advantages
     rewards = turn_rewards(trajectories, args)
@@ -796,10 +805,8 @@ def optimise(
         per_turn = torch.tensor([*(factor * per_turn), 0.0], dtype=torch.float32)  # a prompt may follow the last turn
         advantages += [per_turn[s.turn_ids[1:]] * torch.tensor(s.loss_mask[1:]) for s in t.samples]
     if not any(row.any() for row in advantages):
-        state["skipped_updates"] += 1
         groups = len(trajectories) // args.group_size
-        notes["policy/*"] = f"update skipped: in each of the {groups} groups all returns are equal"
-        return metrics | {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
+        return metrics | skipped(state, notes, f"in each of the {groups} groups all returns are equal")
 
     # ---- minibatches
     recompute(policy, args.gradient_checkpointing)
@@ -928,7 +935,7 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
         f"success {metrics['rollout/success']:.3f}  return {metrics['rollout/return']:+.2f}  "
         f"entropy {metrics['policy/entropy']:.3f}  {metrics['time/sampled_tokens_per_s']:.0f} tokens/s"
     )
-    return "  ".join([line, *notes.values()])
+    return "  ".join([line, *(reason for name, reason in notes.items() if name.startswith("policy/"))])
 
 
 def print_header(args: Args, envs: list, model, run_dir: Path):

@@ -896,6 +896,13 @@ def recompute(model, on: bool):
             module.training = on
 
 
+def skipped(state: dict, notes: dict[str, str], reason: str) -> dict[str, float]:
+    state["skipped_updates"] += 1
+    notes["policy/*"] = f"update skipped: {reason}"
+    metrics = {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
+    return metrics | {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
+
+
 def optimise(
     policy, critic, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int,
     state: dict, notes: dict[str, str], kept_share: float = 1.0,
@@ -912,10 +919,7 @@ def optimise(
     metrics = sampler_gap(samples, old_logprobs)
 
     if not any(any(sample.loss_mask) for sample in samples):
-        state["skipped_updates"] += 1
-        notes["policy/*"] = "update skipped: nothing was sampled, or no group was kept"
-        metrics |= {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
-        return metrics | {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
+        return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
 
     # ---- advantages
     kl = None
@@ -1083,7 +1087,7 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
         f"success {metrics['rollout/success']:.3f}  return {metrics['rollout/return']:+.2f}  "
         f"entropy {metrics['policy/entropy']:.3f}  {metrics['time/sampled_tokens_per_s']:.0f} tokens/s"
     )
-    return "  ".join([line, *notes.values()])
+    return "  ".join([line, *(reason for name, reason in notes.items() if name.startswith("policy/"))])
 
 
 def print_header(args: Args, envs: list, model, run_dir: Path):
@@ -1157,8 +1161,10 @@ def check(args: Args, envs: list):
     values = {name: getattr(args, name) for name in at_least_one.split()}
     rules = [(name, value is None or value >= 1, "must be at least 1; try 1") for name, value in values.items()]
     rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
+    by_group = args.filter != "none" or args.max_rollouts > 1 or args.soft_reweight or args.reward_norm_over == "group"
     rules += [
         ("group_size", args.group_size >= 1, "must be at least 1; try 8"),
+        ("group_size", args.group_size > 1 or not by_group, "must be at least 2 where members are compared; try 8"),
         ("gamma", 0 <= args.gamma <= 1, "must be in [0, 1]; try 1.0"),
         ("gae_lambda", 0 <= args.gae_lambda <= 1, "must be in [0, 1]; try 1.0"),
         ("turn_gamma", 0 <= args.turn_gamma <= 1, "must be in [0, 1]; try 0.95"),
