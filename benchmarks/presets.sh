@@ -21,7 +21,7 @@ for env in frozen_lake sokoban; do
 done
 for env in frozen_lake sokoban; do
     for seed in 1 2 3; do
-        for method in "ppo starpo" "ppo starpo-s" "ppo ppo" "grpo starpo" "grpo starpo-s" "grpo grpo" "grpo dapo" "grpo dr-grpo" "grpo rloo"; do
+        for method in "ppo starpo" "ppo starpo-s" "ppo ppo" "grpo grpo" "grpo dapo" "grpo dr-grpo" "grpo rloo"; do
             echo "$root $env $seed $method"
         done
     done

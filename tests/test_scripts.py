@@ -1,7 +1,9 @@
-"""The script as its users run it: in a process of its own, on a small model in a folder."""
+"""The scripts as their users run them: in a process of their own, on a small model in a folder."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,9 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
+
+import starpo_grpo
+import starpo_ppo
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "starpo_grpo.py"
+SCRIPTS = {script.__name__: script for script in (starpo_ppo, starpo_grpo)}
 SMALL = (
     "--env frozen_lake --num-groups 2 --group-size 4 --minibatch-size 4 --updates 4 --val-episodes 6 --val-every 2 "
     "--save-every 2 --max-new-tokens 16 --learning-rate 1e-3 --threads 1"
@@ -46,16 +52,16 @@ def model_folder(tmp_path_factory):
     return make_model_folder(tmp_path_factory.mktemp("model"), steps=12)
 
 
-def start(*arguments, cwd, launcher=()):
-    command = [sys.executable, *launcher, str(SCRIPT), *map(str, arguments)]
+def start(script, *arguments, cwd, launcher=()):
+    command = [sys.executable, *launcher, str(ROOT / f"{script}.py"), *map(str, arguments)]
     environment = os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def run(*arguments, cwd, launcher=()):
-    process = start(*arguments, cwd=cwd, launcher=launcher)
+def run(script, *arguments, cwd, launcher=()):
+    process = start(script, *arguments, cwd=cwd, launcher=launcher)
     output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
@@ -70,24 +76,30 @@ def only_run(folder):
     return run_dir
 
 
+@pytest.fixture(scope="module", params=SCRIPTS)
+def script(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def finished(model_folder, tmp_path_factory):
+def finished(script, model_folder, tmp_path_factory):
     """Four updates, never interrupted."""
     folder = tmp_path_factory.mktemp("finished")
-    code, output = run(*SMALL, "--model", model_folder, "--show-trajectory", cwd=folder)
+    code, output = run(script, *SMALL, "--model", model_folder, "--show-trajectory", cwd=folder)
     assert code == 0, output
     return only_run(folder), output
 
 
-def test_run_folder_holds_what_was_promised(finished):
+def test_run_folder_holds_what_was_promised(script, finished):
     run_dir, output = finished
     assert json.loads((run_dir / "args.json").read_text())["num_groups"] == 2
-    assert (run_dir / "starpo_grpo.py").read_text() == SCRIPT.read_text()
+    assert (run_dir / f"{script}.py").read_text() == (ROOT / f"{script}.py").read_text()
     assert (run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
     records = lines_without_times(run_dir)
     assert [record["update"] for record in records] == [0, 1, 2, 3, 4]
     assert [record["update"] for record in records if "val/success" in record] == [0, 2, 4]
     assert {"rollout/success", "policy/entropy", "sampler/gap_mean"} <= set(records[1])
+    assert ("value/explained_variance" in records[1]) == (script == "starpo_ppo")
     trajectory = json.loads((run_dir / "trajectories.jsonl").read_text().splitlines()[0])
     assert trajectory["turns"][0]["user"].startswith("Turn 1")
     assert "tokens on green are trained" in output
@@ -102,16 +114,16 @@ def test_checkpoint_is_a_plain_hugging_face_folder(finished):
     assert sorted(p.name for p in folder.parent.iterdir()) == ["2", "4"]
 
 
-def test_two_runs_same_seed_same_log(finished, model_folder, tmp_path):
-    code, output = run(*SMALL, "--model", model_folder, cwd=tmp_path)
+def test_two_runs_same_seed_same_log(script, finished, model_folder, tmp_path):
+    code, output = run(script, *SMALL, "--model", model_folder, cwd=tmp_path)
     assert code == 0, output
     assert lines_without_times(only_run(tmp_path)) == lines_without_times(finished[0])
 
 
-def test_other_seed_other_log_and_accelerate_launches_it(finished, model_folder, tmp_path):
+def test_other_seed_other_log_and_accelerate_launches_it(script, finished, model_folder, tmp_path):
     launcher = "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no".split()
     arguments = [*SMALL, "--model", model_folder, "--seed", 2, "--updates", 1]
-    code, output = run(*arguments, cwd=tmp_path, launcher=launcher)
+    code, output = run(script, *arguments, cwd=tmp_path, launcher=launcher)
     assert code == 0, output
     assert lines_without_times(only_run(tmp_path))[1] != lines_without_times(finished[0])[1]
 
@@ -128,8 +140,8 @@ def wait_for(run_root, condition, process, seconds=120):
 
 
 @pytest.mark.parametrize("lines_before_kill", [1, 3])
-def test_killed_and_resumed_run_equals_one_never_stopped(finished, model_folder, tmp_path, lines_before_kill):
-    process = start(*SMALL, "--model", model_folder, cwd=tmp_path)
+def test_killed_and_resumed_run_equals_one_never_stopped(script, finished, model_folder, tmp_path, lines_before_kill):
+    process = start(script, *SMALL, "--model", model_folder, cwd=tmp_path)
 
     def written(run_dir):
         return (run_dir / "metrics.jsonl").read_text().count("\n") >= lines_before_kill
@@ -141,83 +153,141 @@ def test_killed_and_resumed_run_equals_one_never_stopped(finished, model_folder,
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"update": 5, "rollout/su')
     (run_dir / "checkpoints" / ".9.tmp").mkdir(parents=True)
-    code, output = run("--resume", run_dir, cwd=tmp_path)
+    code, output = run(script, "--resume", run_dir, cwd=tmp_path)
     assert code == 0, output
     assert lines_without_times(run_dir) == lines_without_times(finished[0])
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(finished, model_folder, tmp_path):
-    process = start(*SMALL, "--model", model_folder, cwd=tmp_path)
+def test_ctrl_c_saves_and_says_how_to_go_on(script, finished, model_folder, tmp_path):
+    process = start(script, *SMALL, "--model", model_folder, cwd=tmp_path)
     run_dir = wait_for(tmp_path / "runs", lambda r: (r / "metrics.jsonl").read_text().count("\n") >= 2, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"--resume {run_dir.relative_to(tmp_path)}" in output
-    assert run("--resume", run_dir, cwd=tmp_path)[0] == 0
+    assert run(script, "--resume", run_dir, cwd=tmp_path)[0] == 0
     assert lines_without_times(run_dir) == lines_without_times(finished[0])
 
 
-def test_resume_refuses_other_arguments(finished, capsys):
-    import starpo_grpo as script
-
+def test_resume_refuses_other_arguments(script, finished, capsys):
     with pytest.raises(SystemExit):
-        script.parse_args(["--resume", str(finished[0]), "--num-groups", "3"])
+        SCRIPTS[script].parse_args(["--resume", str(finished[0]), "--num-groups", "3"])
     assert "num_groups is 2 there and 3 here" in capsys.readouterr().out
 
 
-def test_resume_with_more_updates_goes_on(finished, model_folder, tmp_path):
+def test_resume_with_more_updates_goes_on(script, finished, model_folder, tmp_path):
     import shutil
 
     copy = tmp_path / "run"
     shutil.copytree(finished[0], copy)
-    code, output = run("--resume", copy, "--updates", 5, cwd=tmp_path)
+    code, output = run(script, "--resume", copy, "--updates", 5, cwd=tmp_path)
     assert code == 0, output
     assert [record["update"] for record in lines_without_times(copy)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--minibatch-size 24", "minibatch_size 24 must divide num_groups*group_size = 128; try 16 or 32"),
-        ("--group-size 1", "group_size must be at least 2"),
-        ("--env frozenlake", "frozen_lake"),
-        ("--env-options size", "name=value"),
-        ("--env-options sise=5", "size"),
-        ("--model tinny", "tiny"),
-        ("--model ./nowhere.gguf", "no such file"),
-        ("--temperature 0", "temperature must be above 0"),
-        ("--max-model-len 20", "must exceed max_new_tokens"),
-        ("--resume runs/none", "no run there"),
-        ("--learning-rate nan", "learning_rate must be above 0"),
-        ("--env tests/test_scripts.py:Nothing", "no class"),
-    ],
-)
-def test_bad_arguments_are_refused_before_a_model_loads(arguments, message, monkeypatch, capsys):
-    import starpo_grpo as script
+REFUSED = [
+    ("--minibatch-size 24", "minibatch_size 24 must divide num_groups*group_size = 128; try 16 or 32"),
+    ("--group-size 0", "group_size must be at least"),
+    ("--env frozenlake", "frozen_lake"),
+    ("--env-options size", "name=value"),
+    ("--env-options sise=5", "size"),
+    ("--env bandit bandit:4", "bandit is named twice"),
+    ("--env bandit:0", "bandit:0 gives no group"),
+    ("--env bandit:4 frozen_lake:4 --num-groups 16", "16 (num_groups) in all"),
+    ("--env bandit:4 frozen_lake", "must give each environment a number of groups"),
+    ("--model tinny", "tiny"),
+    ("--model ./nowhere.gguf", "no such file"),
+    ("--temperature 0", "temperature must be above 0"),
+    ("--max-model-len 20", "must exceed max_new_tokens"),
+    ("--resume runs/none", "no run there"),
+    ("--learning-rate nan", "learning_rate must be above 0"),
+    ("--env tests/test_scripts.py:Nothing", "no class"),
+    ("--window 2", "window is read by --context window and turn; leave it out (got 2)"),
+    ("--context turn --window 0", "window must be at least 1"),
+    ("--overlong-share 2", "overlong_share is a share of max_new_tokens"),
+]
+REFUSED_PPO = [
+    ("--group-size 1 --filter snr", "group_size must be at least 2 where members are compared"),
+    ("--gamma 1.5", "gamma must be in [0, 1]"),
+    ("--critic-learning-rate 0", "critic_learning_rate must be above 0"),
+]
 
-    monkeypatch.setattr(script, "load", lambda *_: pytest.fail("a model was loaded"))
-    monkeypatch.setattr(script.console, "_width", 10_000, raising=False)
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [(name, *row) for name in SCRIPTS for row in REFUSED]
+    + [("starpo_ppo", *row) for row in REFUSED_PPO]
+    + [("starpo_grpo", "--group-size 1", "group_size must be at least 2")],
+)
+def test_bad_arguments_are_refused_before_a_model_loads(script, arguments, message, monkeypatch, capsys):
+    module = SCRIPTS[script]
+    monkeypatch.setattr(module, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(module.console, "_width", 10_000, raising=False)
     with pytest.raises(SystemExit) as stop:
-        script.main(script.parse_args(arguments.split()))
+        module.main(module.parse_args(arguments.split()))
     assert stop.value.code == 2
     assert message in capsys.readouterr().out
 
 
-def test_every_argument_is_read_somewhere():
-    import dataclasses
-    import re
-
-    import starpo_grpo as script
-
-    source = SCRIPT.read_text() + (ROOT / "tiny.py").read_text()
+def test_every_argument_is_read_somewhere(script):
+    source = (ROOT / f"{script}.py").read_text() + (ROOT / "tiny.py").read_text()
     body = source[source.index("# 2  Prompt") :]
-    for field in dataclasses.fields(script.Args):
+    for field in dataclasses.fields(SCRIPTS[script].Args):
         assert re.search(rf"args\.{field.name}\b", body), f"--{field.name} is read nowhere"
+
+
+def run_here(script, arguments, folder, monkeypatch):
+    """In this process: the imports take longer than the run."""
+    monkeypatch.chdir(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)  # else it holds on to the first --bf16
+    module = SCRIPTS[script]
+    module.main(module.parse_args([*SMALL, *map(str, arguments)]))
+    return lines_without_times(only_run(folder))
+
+
+@pytest.mark.parametrize(("script", "preset"), [(name, p) for name in SCRIPTS for p in SCRIPTS[name].PRESETS])
+def test_preset_runs_three_updates_and_is_printed_in_full(script, preset, model_folder, tmp_path, monkeypatch, capsys):
+    # In Sokoban each action costs something, so returns differ although this model never succeeds.
+    arguments = ["--env", "sokoban", "--preset", preset, "--model", model_folder, "--updates", 3]
+    records = run_here(script, arguments, tmp_path, monkeypatch)
+    assert [record["update"] for record in records] == [0, 1, 2, 3]
+    assert records[-1]["total/optimizer_steps"] > 0
+    output = capsys.readouterr().out
+    for name, value in SCRIPTS[script].PRESETS[preset].items():
+        assert f"--{name.replace('_', '-')} {value}" in output
+
+
+SWITCHES = [
+    "--context window --window 2",
+    "--context turn --window 2 --reward-placement turn",
+    "--env frozen_lake:1 SlipperyFrozenLake:1 --num-groups 2",
+    "--reward-norm asym-clip --soft-reweight --length-weight --loss-scaling sqrt --filter snr",
+    "--gradient-checkpointing --bf16 --optimizer adamw-fused --kl-coef 0.01 --kl-in reward",
+]
+SWITCHES_PPO = [
+    "--critic shared --context window",
+    "--estimator bi-level --reward-placement turn --critic-warmup 1",
+    "--estimator reinforce++ --gamma 0.9",
+    "--group-size 1 --num-groups 8",
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [(name, options) for name in SCRIPTS for options in SWITCHES] + [("starpo_ppo", o) for o in SWITCHES_PPO],
+)
+def test_switches_run_and_log_the_same_names_at_every_update(script, options, model_folder, tmp_path, monkeypatch):
+    arguments = ["--model", model_folder, "--updates", 2, "--val-every", 0, *options.split()]
+    records = run_here(script, arguments, tmp_path, monkeypatch)
+    assert records[1].keys() - {"notes"} == records[2].keys() - {"notes"}
+    for record in records[1:]:
+        missing = {key.split("/")[0] for key, value in record.items() if value is None}
+        assert missing <= {note.split("/")[0] for note in record.get("notes", {})}, record
 
 
 def test_tracking_works_offline_without_account(model_folder, tmp_path):
     pytest.importorskip("wandb")
-    code, output = run(*SMALL, "--model", model_folder, "--updates", 1, "--track", cwd=tmp_path)
+    code, output = run("starpo_ppo", *SMALL, "--model", model_folder, "--updates", 1, "--track", cwd=tmp_path)
     assert code == 0, output
     assert list(only_run(tmp_path).glob("wandb/offline-run-*"))
 
@@ -243,11 +313,11 @@ class Echo(gymnasium.Env):
 
 
 def test_environment_from_a_file(model_folder, tmp_path, capsys):
-    import starpo_grpo as script
-
     (tmp_path / "echo_env.py").write_text(ECHO)
-    code, output = run(*SMALL, "--model", model_folder, "--env", "echo_env.py:Echo", "--updates", 1, cwd=tmp_path)
+    code, output = run(
+        "starpo_grpo", *SMALL, "--model", model_folder, "--env", "echo_env.py:Echo", "--updates", 1, cwd=tmp_path
+    )
     assert code == 0, output
     with pytest.raises(SystemExit):
-        script.main(script.parse_args(["--env", f"{tmp_path}/echo_env.py:Echo"]))
+        starpo_grpo.main(starpo_grpo.parse_args(["--env", f"{tmp_path}/echo_env.py:Echo"]))
     assert "has no solver" in capsys.readouterr().out

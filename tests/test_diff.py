@@ -1,0 +1,79 @@
+"""The two scripts are one method: what they share is the same text in both, and the banners come in the same order."""
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = {name: (ROOT / name).read_text() for name in ("starpo_ppo.py", "starpo_grpo.py")}
+PPO, GRPO = SOURCES.values()
+
+SHARED = """
+    ParsedResponse system_prompt user_message written_history parse_response
+    Sample Trajectory address sample_with rollout begin_turn turn_prompt follow overlong play_turn
+    pad token_logprobs microbatches
+    normalize_returns turn_rewards advantage_factors
+    token_weights policy_loss kl_estimate kl_loss
+    score sampler_gap recompute
+    mean returns_by_group rollout_metrics trajectory_record status_line print_header
+    refuse make_envs groups_of_each check_room practice load make_optimizer sample_groups select_groups validate
+    parse_args
+""".split()
+# Where the critic and the advantages come in.
+DIFFERENT = "Args skipped optimise derive check main".split()
+ONLY_PPO = "Critic gae bi_level_gae whitened token_advantages value_loss judge value_metrics".split()
+ONLY_GRPO = "group_advantages turn_advantages".split()
+
+
+def definitions(source: str) -> dict[str, str]:
+    lines, found = source.splitlines(keepends=True), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+IN_PPO, IN_GRPO = definitions(PPO), definitions(GRPO)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_function_is_the_same_in_both(name):
+    assert IN_PPO[name] == IN_GRPO[name]
+
+
+def test_every_function_is_shared_or_declared_different():
+    assert list(IN_GRPO) == [n for n in IN_GRPO if n in SHARED + DIFFERENT + ONLY_GRPO]
+    assert list(IN_PPO) == [n for n in IN_PPO if n in SHARED + DIFFERENT + ONLY_PPO]
+    in_both = [name for name in IN_PPO if name not in ONLY_PPO]
+    assert in_both == [name for name in IN_GRPO if name not in ONLY_GRPO]
+    assert all(IN_PPO[name] != IN_GRPO[name] for name in DIFFERENT)
+
+
+def test_banners_come_in_the_same_order():
+    banners = [re.findall(r"^# (\d+)  (\w+)", source, re.MULTILINE) for source in SOURCES.values()]
+    assert banners[0] == banners[1]
+    assert [int(number) for number, _ in banners[0]] == list(range(1, 10))
+
+
+def test_scripts_differ_only_where_declared(capsys):
+    """Outside the definitions: the docstring, the presets and what is imported."""
+    a, b = PPO, GRPO
+    for name in (*DIFFERENT, *ONLY_PPO, *ONLY_GRPO):
+        a, b = a.replace(IN_PPO.get(name, "\0"), ""), b.replace(IN_GRPO.get(name, "\0"), "")
+    a, b = (re.sub(r'^""".*?"""', "", text, flags=re.DOTALL) for text in (a, b))
+    a, b = (re.sub(r"^PRESETS = .*?^Preset = [^\n]*", "", text, flags=re.DOTALL | re.MULTILINE) for text in (a, b))
+    a, b = (re.sub(r"^VALUE_METRICS[^\n]*\n", "", text, flags=re.MULTILINE) for text in (a, b))
+    a, b = (text.replace("# 4  Log-probs and values\n", "# 4  Log-probs\n") for text in (a, b))
+    a, b = ([line for line in text.splitlines() if line.strip()] for text in (a, b))
+    assert list(difflib.unified_diff(a, b, n=0, lineterm="")) == []
+
+    lines = list(difflib.unified_diff(PPO.splitlines(), GRPO.splitlines(), n=0, lineterm=""))[2:]
+    changed = [line for line in lines if line[0] in "+-"]
+    hunks = [line for line in lines if line.startswith("@@")]
+    with capsys.disabled():
+        print(f"\ndiff starpo_ppo.py starpo_grpo.py: {len(changed)} changed lines in {len(hunks)} hunks")
+    assert len(changed) < 450
