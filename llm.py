@@ -106,6 +106,8 @@ def check_template(tokenizer, stop_ids: set[int], args):
     remedy = "; take another model, or set tokenizer.chat_template to one that only appends"
     try:
         first_prompt(tokenizer, "system", "look", args)
+        if args.context == "turn":  # nothing is ever appended to a response
+            return
         # The probe must not hold the dummy reply, or a template that drops responses would seem to keep it.
         once, twice = next_prompt(tokenizer, "?", args), next_prompt(tokenizer, "?", args, exchanges=2)
     except jinja2.TemplateError as error:

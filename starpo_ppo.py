@@ -87,7 +87,7 @@ class Args:
     """environments: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id
     with text spaces; with :N behind it, N of the groups, otherwise an even share"""
     env_options: tuple[str, ...] = ()
-    """options of the environments as name=value, for example size=6 slippery=True"""
+    """options as name=value, for example size=6 slippery=True; of one environment among several: sokoban.size=6"""
     model: str = "tiny"
     """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
     seed: int = 1
@@ -610,6 +610,8 @@ def turn_rewards(trajectories: list[Trajectory], args: Args) -> list[np.ndarray]
     """
     # EDIT HERE: what the policy is trained to maximise.
     rewards = [np.array(t.rewards, dtype=np.float64) + np.array(t.penalties) for t in trajectories]
+    if args.reward_placement == "end":
+        rewards = [r if len(r) else np.zeros(1) for r in rewards]  # without a turn there is still a return, 0
     keys_B = [{"group": t.group, "env": t.env, "batch": 0}[args.reward_norm_over] for t in trajectories]
     returns_B, scales_B = normalize_returns(np.array([r.sum() for r in rewards]), keys_B, args.reward_norm)
     for i in range(len(rewards)):
@@ -919,7 +921,8 @@ def optimise(
     ref_logprobs = score(ref_policy, samples, args, accelerator) if ref_policy is not None else None
     metrics = sampler_gap(samples, old_logprobs)
 
-    if not any(any(sample.loss_mask) for sample in samples):
+    sampled = [i for i, t in enumerate(trajectories) if t.num_tokens()]  # not those whose first prompt had no room
+    if not sampled:
         return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
 
     # ---- advantages
@@ -949,7 +952,7 @@ def optimise(
         recompute(model, args.gradient_checkpointing)
     steps: list[dict[str, float]] = []
     for epoch in range(args.epochs):
-        order = np.random.default_rng(address(args.seed, SHUFFLE, update, epoch)).permutation(len(trajectories))
+        order = np.random.default_rng(address(args.seed, SHUFFLE, update, epoch)).permutation(sampled)
         # Groups may have been left out: as many steps as are needed, of about equal size.
         for minibatch in np.array_split(order, -(-len(order) // args.minibatch_size)):
             chosen = [j for i in minibatch for j in samples_of[i]]
@@ -1186,6 +1189,14 @@ def check(args: Args, envs: list):
     for name, holds, rule in rules:
         if not holds:
             refuse(f"{name} {rule} (got {getattr(args, name)!r})")
+    given = environments.split_groups(args.env)
+    if any(given.values()) and (not all(given.values()) or sum(given.values()) != args.num_groups):
+        refuse(
+            f"--env {' '.join(args.env)} must give each environment a number of groups, {args.num_groups} (num_groups) "
+            "in all, or give none and leave the shares to --num-groups"
+        )
+    if args.num_groups < len(given):
+        refuse(f"num_groups {args.num_groups} is less than one for each of {len(given)} environments; try {len(given)}")
     batch = args.num_groups * args.group_size
     if batch % args.minibatch_size:
         divisors = [d for d in range(1, batch + 1) if batch % d == 0]
@@ -1199,14 +1210,6 @@ def check(args: Args, envs: list):
             f"max_model_len {args.max_model_len} must exceed max_new_tokens {args.max_new_tokens} by room for the "
             f"prompt; try --max-model-len {args.max_new_tokens + 1000}"
         )
-    given = environments.split_groups(args.env)
-    if any(given.values()) and (not all(given.values()) or sum(given.values()) != args.num_groups):
-        refuse(
-            f"--env {' '.join(args.env)} must give each environment a number of groups, {args.num_groups} (num_groups) "
-            "in all, or give none and leave the shares to --num-groups"
-        )
-    if args.num_groups < len(given):
-        refuse(f"num_groups {args.num_groups} is less than one for each of {len(given)} environments; try {len(given)}")
     for env in envs:
         if args.model == "tiny" and (env.actions is None or env.solve() is None):
             refuse(
@@ -1280,28 +1283,37 @@ def make_optimizer(parameters, args: Args) -> torch.optim.Optimizer:
 
 def sample_groups(envs: list, generate: Generate, tokenizer, args: Args, update: int) -> list[Trajectory]:
     """The trajectories of one update: num_groups groups, and with --max-rollouts as many again, and again, until
-    num_groups of all those have returns that differ."""
+    num_groups of all those are alive."""
     trajectories: list[Trajectory] = []
     for n in range(args.max_rollouts):
         trajectories += rollout(
             envs, generate, tokenizer, args, args.seed, update, args.num_groups, args.group_size,
             first_group=n * args.num_groups,
         )  # fmt: skip
-        if (~dead_groups(returns_by_group(trajectories, args.group_size))).sum() >= args.num_groups:
+        if len(live_groups(trajectories, args)) == args.num_groups:
             break
     return trajectories
+
+
+def live_groups(trajectories: list[Trajectory], args: Args) -> list[int]:
+    """The first groups whose returns differ, of each environment as many as it is due."""
+    due, live = groups_of_each(args), []
+    for p, dead in enumerate(dead_groups(returns_by_group(trajectories, args.group_size))):
+        name = trajectories[p * args.group_size].env
+        if not dead and due[name] > 0:
+            due[name] -= 1
+            live.append(p)
+    return live
 
 
 def select_groups(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
     """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
     differs only in its format penalties has nothing to teach about the task."""
     returns_PG = returns_by_group(trajectories, args.group_size)
-    candidates = np.arange(len(returns_PG))
-    if args.max_rollouts > 1:
-        candidates = candidates[~dead_groups(returns_PG)][: args.num_groups]
-    if len(candidates):
-        candidates = candidates[filter_groups(returns_PG[candidates], args.filter)]
-    return [trajectories[p * args.group_size + g] for p in candidates for g in range(args.group_size)]
+    kept = live_groups(trajectories, args) if args.max_rollouts > 1 else list(range(len(returns_PG)))
+    if kept:
+        kept = [kept[i] for i in filter_groups(returns_PG[kept], args.filter)]
+    return [trajectories[p * args.group_size + g] for p in kept for g in range(args.group_size)]
 
 
 def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:

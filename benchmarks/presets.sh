@@ -10,7 +10,8 @@ run() {
     folder="$root/$env-$preset-$seed"
     [ -e "$folder"/*/curves.png ] && return
     rm -rf "$folder" && mkdir -p "$folder"
-    OMP_NUM_THREADS=1 python "starpo_$script.py" --preset "$preset" --env "$env" --seed "$seed" --threads 1 --val-every 40 \
+    OMP_NUM_THREADS=1 python "starpo_$script.py" --preset "$preset" --env "$env" --seed "$seed" --threads 1 --num-groups 8 \
+        --minibatch-size 16 --val-every 40 \
         --run-root "$folder" > "$folder/log.txt" 2>&1 || echo "failed: $folder/log.txt"
 }
 export -f run

@@ -155,7 +155,8 @@ def make_all(numbers, options):
     envs = []
     for env_name, number in numbers.items():
         chosen = {}
-        for option in options:
+        # What is for one environment is read last, and so wins.
+        for option in sorted(options, key=lambda option: option.startswith(f"{env_name}.")):
             name, equals, value = option.removeprefix(f"{env_name}.").partition("=")
             if not equals:
                 raise ValueError(f"an option is name=value, got {option!r}; for example size=6")

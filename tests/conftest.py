@@ -82,7 +82,9 @@ def make_model(seed: int = 0, **config) -> Qwen2ForCausalLM:
 
 
 def make_args(env=None, **changes) -> Args:
-    return derive(Args(**{"max_new_tokens": 24, "lr_warmup": 0, "lr_decay": False} | changes), [env or Corridor()])
+    env = env or Corridor()
+    defaults = {"env": (env.name,), "max_new_tokens": 24, "lr_warmup": 0, "lr_decay": False}
+    return derive(Args(**defaults | changes), [env])
 
 
 class Whole(Trajectory):

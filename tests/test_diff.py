@@ -19,8 +19,8 @@ SHARED = """
     token_weights policy_loss kl_estimate kl_loss
     score sampler_gap recompute
     mean returns_by_group rollout_metrics trajectory_record status_line print_header
-    refuse make_envs groups_of_each check_room practice load make_optimizer sample_groups select_groups validate
-    parse_args
+    refuse make_envs groups_of_each check_room practice load make_optimizer sample_groups live_groups
+    select_groups validate parse_args
 """.split()
 # Where the critic and the advantages come in.
 DIFFERENT = "Args skipped optimise derive check main".split()
