@@ -98,8 +98,11 @@ def next_prompt(tokenizer, user: str, args, exchanges: int = 1) -> list[int]:
     raise ValueError("it changes the text of a response, or drops it")
 
 
-def check_template(tokenizer, stop_ids: set[int], args):
-    """Refuses a chat template under which a turn cannot be appended as a suffix. Raises: ValueError with the reason."""
+def check_template(tokenizer, stop_ids: set[int], args) -> set[int]:
+    """`stop_ids` and the token that closes a response, which a base model does not count among its own.
+
+    Refuses a chat template under which a turn cannot be appended as a suffix. Raises: ValueError with the reason.
+    """
     if not tokenizer.chat_template:
         raise ValueError(f"--model {args.model} has no chat template; take an instruct or chat model")
     refusal = f"--model {args.model}: its chat template cannot be used over several turns, because "
@@ -107,7 +110,7 @@ def check_template(tokenizer, stop_ids: set[int], args):
     try:
         first_prompt(tokenizer, "system", "look", args)
         if args.context == "turn":  # nothing is ever appended to a response
-            return
+            return stop_ids
         # The probe must not hold the dummy reply, or a template that drops responses would seem to keep it.
         once, twice = next_prompt(tokenizer, "?", args), next_prompt(tokenizer, "?", args, exchanges=2)
     except jinja2.TemplateError as error:
@@ -116,8 +119,10 @@ def check_template(tokenizer, stop_ids: set[int], args):
         raise ValueError(refusal + str(error) + remedy) from error
     if once != twice:
         raise ValueError(refusal + "what it writes after a response depends on the turns before" + remedy)
-    if once[0] not in stop_ids:
+    closing = tokenizer.added_tokens_decoder.get(once[0])
+    if once[0] not in stop_ids and not (closing and closing.special):
         name = tokenizer.convert_ids_to_tokens(once[0])
         raise ValueError(refusal + f"a response is closed by {name!r}, which is no stop token of the model" + remedy)
     if not args.think and "<think>" in tokenizer.decode(once[-8:]) and "</think>" not in tokenizer.decode(once[-8:]):
         raise ValueError(f"--model {args.model}: its chat template opens a thought itself; leave out --no-think")
+    return stop_ids | {once[0]}

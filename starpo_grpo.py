@@ -1189,9 +1189,8 @@ def main(args: Args):
     # ---- models
     latest = next(reversed(report.checkpoints(run_dir)), None)
     policy, tokenizer = load(args, str(latest or args.model))
-    stop_ids = stop_tokens(policy, tokenizer)
     try:
-        check_template(tokenizer, stop_ids, args)
+        stop_ids = check_template(tokenizer, stop_tokens(policy, tokenizer), args)
         for env in probes:
             check_room(env, tokenizer, args)
     except ValueError as error:

@@ -272,7 +272,20 @@ def test_model_without_chat_template_is_refused():
 
 
 def test_templates_of_three_families_are_accepted(each_tokenizer):
-    check_template(each_tokenizer, {each_tokenizer.eos_token_id}, make_args())
+    stops = {each_tokenizer.eos_token_id}
+    assert check_template(each_tokenizer, stops, make_args()) == stops
+
+
+def test_token_that_closes_a_response_stops_a_base_model_too(tokenizer):
+    # Base models of the Qwen2.5 family have the template, and <|endoftext|> for their only end.
+    base = {tokenizer.pad_token_id}
+    assert check_template(tokenizer, base, make_args()) == base | {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+def test_template_that_cannot_be_appended_to_serves_one_message_a_prompt():
+    tokenizer = make_tokenizer("{{ messages | length }} messages\n" + QWEN)
+    args = make_args(context="turn")
+    assert check_template(tokenizer, {tokenizer.eos_token_id}, args) == {tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize("think", [True, False])
