@@ -1055,7 +1055,7 @@ def check(args: Args, envs: list):
                 "actions; name a real model, for example --model Qwen/Qwen2.5-0.5B-Instruct"
             )
     if args.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        refuse("--optimizer adamw-8bit needs bitsandbytes; pip install bitsandbytes, or take adamw")
+        refuse("--optimizer adamw-8bit needs bitsandbytes; pip install -e '.[8bit]', or take adamw")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")

@@ -27,4 +27,4 @@ for env in frozen_lake sokoban; do
         done
     done
 done | xargs -P 2 -L 1 bash -c 'run "$@"' run
-python benchmarks/table.py "$root"/*/*/metrics.jsonl
+python benchmarks/table.py "$root"

@@ -1,5 +1,6 @@
 """What the README says, run as it says it."""
 
+import importlib
 import importlib.metadata
 import json
 import re
@@ -11,14 +12,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/starpo_ppo.md", "docs/starpo_grpo.md")}
+README = PAGES["README.md"]
+
+
+def blocks(text):
+    return re.findall(r"```(\w*)\n(.*?)```", text, re.DOTALL)
+
+
+BLOCKS = blocks(README)
+BASH = [block for page in PAGES.values() for language, block in blocks(page) if language == "bash"]
+BASH.append((ROOT / "benchmarks" / "main_table.sh").read_text())
 COMMANDS = [
     line
-    for language, block in BLOCKS
-    if language == "bash"
+    for block in BASH
     for line in block.replace("\\\n", " ").splitlines()
-    if "starpo_grpo.py" in line and "pip install" not in line
+    if re.match(r"(python|accelerate launch) starpo_\w+\.py", line)
 ]
 
 
@@ -27,8 +36,8 @@ def records_of(folder):
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def run(arguments, cwd, seconds):
-    command = [sys.executable, ROOT / "starpo_grpo.py", *arguments]
+def run(arguments, cwd, seconds, script="starpo_grpo"):
+    command = [sys.executable, ROOT / f"{script}.py", *arguments]
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=seconds)
     assert result.returncode == 0, result.stdout + result.stderr
     return records_of(cwd)
@@ -43,17 +52,17 @@ def test_first_commands_are_those_that_ci_runs():
 
 
 def test_no_placeholder_is_left_and_every_link_leads_somewhere():
-    assert not re.search(r"[A-Z]+_(LINE|CELL|MINUTES)", README)
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / link).exists(), link
+    for name, page in PAGES.items():
+        assert not re.search(r"[A-Z]+_(LINE|CELL|MINUTES)", page)
+        for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", page):
+            assert (ROOT / name).parent.joinpath(link).exists(), link
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_accepted(command, monkeypatch):
-    import starpo_grpo as script
-
+    name, arguments = re.search(r"(starpo_\w+)\.py(.*)", command, re.DOTALL).groups()
+    script, arguments = importlib.import_module(name), shlex.split(arguments)
     monkeypatch.setattr(script, "refuse", lambda message: pytest.fail(message))
-    arguments = shlex.split(command.split("starpo_grpo.py", 1)[1])
     args = script.parse_args([a if "$(" not in a else "tiny" for a in arguments])
     envs = script.make_envs(args, dict.fromkeys(script.environments.split_groups(args.env), 1))
     script.check(script.derive(args, envs), envs)
@@ -76,11 +85,18 @@ def test_layout_names_files_that_exist():
         assert (ROOT / line.split()[0]).exists(), line
 
 
+@pytest.fixture(scope="module")
+def warm_start(tmp_path_factory):
+    """An empty cache, which the first run fills for the second."""
+    return tmp_path_factory.mktemp("warm_start")
+
+
 @pytest.mark.slow
-def test_first_command_learns(tmp_path, monkeypatch):
-    """The warm start included. The numbers of seeds 1 to 3 are in benchmarks/cpu.md."""
-    monkeypatch.setenv("STARPO_CACHE", str(tmp_path / "cache"))
-    validated = [r for r in run([], tmp_path, 1500) if "val/success" in r]
+@pytest.mark.parametrize("script", ["starpo_grpo", "starpo_ppo"])
+def test_first_command_learns(script, warm_start, tmp_path, monkeypatch):
+    """The numbers of seeds 1 to 3 are in benchmarks/cpu.md."""
+    monkeypatch.setenv("STARPO_CACHE", str(warm_start))
+    validated = [r for r in run([], tmp_path, 1500, script) if "val/success" in r]
     assert validated[-1]["val/success"] - validated[0]["val/success"] >= 0.20
     assert validated[-1]["val/turns"] > 1.5
 
