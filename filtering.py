@@ -51,6 +51,16 @@ def check_finite(kind: str, values: np.ndarray):
         raise ValueError(f"{kind} must be finite, but group {group} has {values[group]}; correct what computes them")
 
 
+def all_equal(values, scale: float = 0.0) -> bool:
+    """Whether numbers are equal up to the rounding of a sum of their size, or of size `scale`; of none: True.
+
+    >>> all_equal([0.3, 0.1 + 0.2]), all_equal([1.0, 0.0])
+    (True, False)
+    """
+    values = np.asarray(values, dtype=np.float64)
+    return len(values) == 0 or bool(np.ptp(values) <= ROUNDING * max(np.abs(values).max(), scale))
+
+
 def dead_groups(returns_PG: np.ndarray) -> np.ndarray:
     """(P,) bool: whether all returns of a group are equal, up to the rounding of a sum of rewards.
 
@@ -59,9 +69,7 @@ def dead_groups(returns_PG: np.ndarray) -> np.ndarray:
     >>> dead_groups([[0.3, 0.1 + 0.2], [1.0, 0.0]]).tolist()
     [True, False]
     """
-    returns_PG = np.asarray(returns_PG, dtype=np.float64)
-    spread_P = returns_PG.max(1) - returns_PG.min(1)
-    return spread_P <= ROUNDING * np.abs(returns_PG).max(1)
+    return np.array([all_equal(row) for row in np.asarray(returns_PG)], dtype=bool)
 
 
 def group_scores(rewards_PG: np.ndarray, metric: str = "reward_variance") -> np.ndarray:

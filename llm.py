@@ -101,28 +101,31 @@ def next_prompt(tokenizer, user: str, args, exchanges: int = 1) -> list[int]:
 def check_template(tokenizer, stop_ids: set[int], args) -> set[int]:
     """`stop_ids` and the token that closes a response, which a base model does not count among its own.
 
-    Refuses a chat template under which a turn cannot be appended as a suffix. Raises: ValueError with the reason.
+    Refuses a chat template under which a turn cannot be appended as a suffix, unless nothing ever is (--context turn).
+    Raises: ValueError with the reason.
     """
+    appended = args.context != "turn"
     if not tokenizer.chat_template:
         raise ValueError(f"--model {args.model} has no chat template; take an instruct or chat model")
     refusal = f"--model {args.model}: its chat template cannot be used over several turns, because "
     remedy = "; take another model, or set tokenizer.chat_template to one that only appends"
     try:
         first_prompt(tokenizer, "system", "look", args)
-        if args.context == "turn":  # nothing is ever appended to a response
-            return stop_ids
         # The probe must not hold the dummy reply, or a template that drops responses would seem to keep it.
         once, twice = next_prompt(tokenizer, "?", args), next_prompt(tokenizer, "?", args, exchanges=2)
     except jinja2.TemplateError as error:
         raise ValueError(f"{refusal}it refuses a system message or an exchange ({error}){remedy}") from error
     except ValueError as error:
+        if not appended:
+            return stop_ids
         raise ValueError(refusal + str(error) + remedy) from error
-    if once != twice:
+    if appended and once != twice:
         raise ValueError(refusal + "what it writes after a response depends on the turns before" + remedy)
     closing = tokenizer.added_tokens_decoder.get(once[0])
-    if once[0] not in stop_ids and not (closing and closing.special):
+    known = once[0] in stop_ids or (closing and closing.special)
+    if appended and not known:
         name = tokenizer.convert_ids_to_tokens(once[0])
         raise ValueError(refusal + f"a response is closed by {name!r}, which is no stop token of the model" + remedy)
     if not args.think and "<think>" in tokenizer.decode(once[-8:]) and "</think>" not in tokenizer.decode(once[-8:]):
         raise ValueError(f"--model {args.model}: its chat template opens a thought itself; leave out --no-think")
-    return stop_ids | {once[0]}
+    return stop_ids | {once[0]} if known else stop_ids

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def write_file(path: Path, text: str):
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def commit() -> str:
+    """The commit of the code that runs, with "-dirty" where files differ from it; "" outside a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:  # no git
+        return ""
 
 
 def save_checkpoint(run_dir: Path, update: int, model, tokenizer, trainer_state: dict, keep: int):

@@ -7,13 +7,13 @@ Differs from starpo_ppo.py in: no critic, and the advantages, which come from th
 
     return         R_i  = sum over turns of (environment reward + format penalty)
     advantage      A_i  = (R_i - mean_group R) / (std_group R + 1e-6), the same on every sampled token of trajectory i
-    ratio          r_t  = exp(logprob_t - old_logprob_t)
-    policy loss    L_t  = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
+    ratio          q_t  = exp(logprob_t - old_logprob_t)
+    policy loss    L_t  = max(-A q_t, -A clip(q_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
     loss           L_t - ent_coef * entropy_t + kl_coef * KL_t, averaged over the sampled tokens of a minibatch
 
     python starpo_grpo.py                              a tiny model learns FrozenLake on a laptop CPU
     python starpo_grpo.py --env sokoban                another environment
-    accelerate launch starpo_grpo.py --env sokoban --model Qwen/Qwen2.5-3B-Instruct        one GPU
+    accelerate launch starpo_grpo.py --env sokoban --model Qwen/Qwen2.5-0.5B-Instruct      one GPU
 
 Shapes: P groups, G group size, B trajectories (P*G of them, or those of a microbatch), K turns, T tokens, S = T-1
 next-token positions (index s predicts token s+1), C columns of S in which something was sampled, M sampled tokens, V
@@ -26,6 +26,7 @@ import copy
 import difflib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -53,7 +54,7 @@ import envs as environments
 import llm
 import report
 import tiny
-from filtering import dead_groups, filter_groups, group_scores
+from filtering import all_equal, dead_groups, filter_groups, group_scores
 from generation import HFSampler, Sampled
 from llm import check_template, first_prompt, next_prompt, stop_tokens
 
@@ -64,7 +65,8 @@ transformers_logging.disable_progress_bar()
 # ======================================================================================================================
 # 1  Arguments
 # ======================================================================================================================
-# What a name of the literature stands for; all else stays as in Args. --preset NAME, and flags beside it win.
+# What a name of the literature stands for; all else stays as in Args, among it RAGEN-2's clip-higher, dual clip and
+# entropy bonus. --preset NAME, and flags beside it win.
 PRESETS = {
     # StarPO of RAGEN, arXiv:2504.20073, Sec. 3: symmetric clip, a KL penalty.
     "starpo": {"clip_high": 0.2, "kl_coef": 0.001, "kl_estimator": "k1"},
@@ -94,7 +96,7 @@ class Args:
     """environments: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id
     with text spaces; with :N behind it, N of the groups, otherwise an even share"""
     env_options: tuple[str, ...] = ()
-    """options as name=value, for example size=6 slippery=True; of one environment among several: sokoban.size=6"""
+    """options as name=value, for example size=5 slippery=true; of one environment among several: frozen_lake.size=5"""
     model: str = "tiny"
     """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
     seed: int = 1
@@ -562,7 +564,7 @@ def normalize_returns(returns_B: np.ndarray, keys_B: list, method: str) -> tuple
     for key in set(keys_B):
         rows = [i for i, k in enumerate(keys_B) if k == key]
         returns = normalized_B[rows]
-        dead = dead_groups(returns[None])[0]
+        dead = all_equal(returns)
         if method != "mean":
             scales_B[rows] = 0.0 if dead else 1 / (returns.std(ddof=1) + 1e-6)
         normalized_B[rows] = 0.0 if dead else (returns - returns.mean()) * scales_B[rows]
@@ -580,7 +582,7 @@ def turn_rewards(trajectories: list[Trajectory], args: Args) -> list[np.ndarray]
     if args.reward_placement == "end":
         rewards = [r if len(r) else np.zeros(1) for r in rewards]  # without a turn there is still a return, 0
     keys_B = [{"group": t.group, "env": t.env, "batch": 0}[args.reward_norm_over] for t in trajectories]
-    returns_B, scales_B = normalize_returns(np.array([r.sum() for r in rewards]), keys_B, args.reward_norm)
+    returns_B, scales_B = normalize_returns(np.array([math.fsum(r) for r in rewards]), keys_B, args.reward_norm)
     for i in range(len(rewards)):
         rewards[i] = rewards[i] * (scales_B[i] if args.reward_placement == "turn" else 0.0)
         rewards[i][-1:] += returns_B[i] - rewards[i].sum()
@@ -873,7 +875,7 @@ def optimise(
                     f"10 optimizer steps in a row had a loss or gradient that is not finite (update {update}: {cause})"
                     "; lower --learning-rate or --max-grad-norm"
                 )
-            steps.append(totals | {"policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
+            steps.append({**totals, "policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
     recompute(policy, False)
     for name in steps[0]:
         metrics[name] = mean([step[name] for step in steps])
@@ -891,7 +893,8 @@ def mean(values: list[float]) -> float:
 
 def returns_by_group(trajectories: list[Trajectory], group_size: int) -> np.ndarray:
     """(P, G) sums of the environment's rewards, penalties left out."""
-    return np.array([sum(t.rewards) for t in trajectories]).reshape(-1, group_size)
+    # fsum: -0.1 nine times and 0.9 once must not differ by the order in which they came.
+    return np.array([math.fsum(t.rewards) for t in trajectories]).reshape(-1, group_size)
 
 
 def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str) -> dict[str, float]:
@@ -1009,7 +1012,10 @@ def check(args: Args, envs: list):
     not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
     not_negative += "ent_coef kl_coef weight_decay clip_high val_temperature"
     values = {name: getattr(args, name) for name in at_least_one.split()}
-    rules = [(name, value is None or value >= 1, "must be at least 1; try 1") for name, value in values.items()]
+    rules = [
+        (name, value is None or value >= 1, "must be at least 1; leave it out for the default")
+        for name, value in values.items()
+    ]
     rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
     rules += [
         ("group_size", args.group_size >= 2, "must be at least 2: a trajectory is judged against others of its group"),
@@ -1144,7 +1150,7 @@ def live_groups(trajectories: list[Trajectory], args: Args) -> list[int]:
     return live
 
 
-def select_groups(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
+def kept_trajectories(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
     """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
     differs only in its format penalties has nothing to teach about the task."""
     returns_PG = returns_by_group(trajectories, args.group_size)
@@ -1199,6 +1205,8 @@ def main(args: Args):
     if args.kl_coef > 0:
         ref_policy = load(args, args.model)[0] if latest else copy.deepcopy(policy)
         ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
+    if args.gradient_checkpointing and not policy.supports_gradient_checkpointing:
+        refuse(f"--gradient-checkpointing: {type(policy).__name__} cannot do it; leave it out")
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     optimizer = make_optimizer(policy.parameters(), args)
@@ -1221,6 +1229,7 @@ def main(args: Args):
             refuse(f"updates {args.updates} is below the {done} that are done; try --updates {2 * done}")
     if not args.resume:
         shutil.copy(__file__, run_dir)
+        report.write_file(run_dir / "commit.txt", report.commit())
     # On resume too: --updates may have grown.
     report.write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))
     first_update = state["update"] + 1 if latest else 0
@@ -1267,7 +1276,7 @@ def main(args: Args):
 
                 # ---- filter, optimise
                 train_started = time.time()
-                kept = select_groups(trajectories, args)
+                kept = kept_trajectories(trajectories, args)
                 metrics["rollout/kept_share"] = len(kept) / len(trajectories)
                 metrics |= optimise(
                     policy, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
@@ -1275,7 +1284,7 @@ def main(args: Args):
                 )  # fmt: skip
                 metrics["time/train"] = time.time() - train_started
                 metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
-                trained_tokens = sum(len(sample.ids) for t in kept for sample in t.samples)
+                trained_tokens = args.epochs * sum(len(sample.ids) for t in kept for sample in t.samples)
                 metrics["time/trained_tokens_per_s"] = trained_tokens / metrics["time/train"]
                 state["tokens"] += sampled_tokens
             metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
@@ -1336,10 +1345,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
         runs = sorted(str(path.parent) for path in Path(args.run_root).glob("*/args.json"))
         near = difflib.get_close_matches(args.resume, runs, n=3) or runs[-3:]
         refuse(f"--resume {args.resume}: no run there ({file} is missing); near: {', '.join(near) or 'none'}")
+    if not (file.parent / Path(__file__).name).is_file():
+        (other,) = file.parent.glob("starpo_*.py")
+        refuse(f"--resume {args.resume} is a run of {other.name}; try python {other.name} --resume {args.resume}")
     try:
         saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
     except (TypeError, ValueError) as error:
-        refuse(f"--resume {args.resume}: args.json is not of this version ({error}); run the script in the run folder")
+        refuse(
+            f"--resume {args.resume}: args.json is not of this version ({error}); run its own script: "
+            f"PYTHONPATH={Path(__file__).parent} python {file.parent / Path(__file__).name} --resume {args.resume}"
+        )
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)

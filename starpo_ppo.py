@@ -8,18 +8,18 @@ Differs from starpo_grpo.py in: a critic, and the advantages that it gives.
     TD error       d_t  = r_t + gamma V_next - V_t, where next is the next sampled token: tokens that the environment
                           wrote are no steps
     advantage      A_t  = d_t + gamma gae_lambda A_next, then whitened over all sampled tokens of the update
-    ratio          r_t  = exp(logprob_t - old_logprob_t)
-    policy loss    L_t  = max(-A r_t, -A clip(r_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
+    ratio          q_t  = exp(logprob_t - old_logprob_t)
+    policy loss    L_t  = max(-A q_t, -A clip(q_t, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0
     value loss          = 1/2 max((V - R)^2, (V clipped to V_old +- vf_clip - R)^2), with R = A + V_old before whitening
     loss           L_t - ent_coef * entropy_t + kl_coef * KL_t, averaged over the sampled tokens of a minibatch
 
     python starpo_ppo.py                              a tiny model learns FrozenLake on a laptop CPU
     python starpo_ppo.py --env sokoban                another environment
-    accelerate launch starpo_ppo.py --env sokoban --model Qwen/Qwen2.5-3B-Instruct        one GPU
+    accelerate launch starpo_ppo.py --env sokoban --model Qwen/Qwen2.5-0.5B-Instruct      one GPU
 
 Shapes: P groups, G group size, B trajectories (P*G of them, or those of a microbatch), K turns, T tokens, S = T-1
 next-token positions (index s predicts token s+1), C columns of S in which something was sampled, M sampled tokens, V
-vocabulary.
+vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import copy
 import difflib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -55,7 +56,7 @@ import envs as environments
 import llm
 import report
 import tiny
-from filtering import dead_groups, filter_groups, group_scores
+from filtering import all_equal, dead_groups, filter_groups, group_scores
 from generation import HFSampler, Sampled
 from llm import check_template, first_prompt, next_prompt, stop_tokens
 
@@ -66,7 +67,8 @@ transformers_logging.disable_progress_bar()
 # ======================================================================================================================
 # 1  Arguments
 # ======================================================================================================================
-# What a name of the literature stands for; all else stays as in Args. --preset NAME, and flags beside it win.
+# What a name of the literature stands for; all else stays as in Args, among it RAGEN-2's clip-higher, dual clip and
+# entropy bonus. --preset NAME, and flags beside it win.
 PRESETS = {
     # StarPO of RAGEN, arXiv:2504.20073, Sec. 3: symmetric clip, a KL penalty.
     "starpo": {"clip_high": 0.2, "kl_coef": 0.001, "kl_estimator": "k1"},
@@ -87,7 +89,7 @@ class Args:
     """environments: a name or preset of envs/__init__.py, my_file.py:MyEnv, package.module:MyEnv, or a gymnasium id
     with text spaces; with :N behind it, N of the groups, otherwise an even share"""
     env_options: tuple[str, ...] = ()
-    """options as name=value, for example size=6 slippery=True; of one environment among several: sokoban.size=6"""
+    """options as name=value, for example size=5 slippery=true; of one environment among several: frozen_lake.size=5"""
     model: str = "tiny"
     """tiny (about a million parameters, made on the spot), a folder, a hub name, or a path to a .gguf file"""
     seed: int = 1
@@ -193,7 +195,7 @@ class Args:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1: d, k2: d^2/2, k3: exp(-d)+d-1, with d = logprob - ref_logprob"""
     kl_in: Literal["loss", "reward"] = "loss"
-    """add the KL to the loss, or subtract its sum over the trajectory from the return"""
+    """add the KL to the loss, or take it off the reward of each token (bi-level: it counts inside its turn alone)"""
 
     # ---- optimisation
     updates: int | None = None
@@ -595,7 +597,7 @@ def normalize_returns(returns_B: np.ndarray, keys_B: list, method: str) -> tuple
     for key in set(keys_B):
         rows = [i for i, k in enumerate(keys_B) if k == key]
         returns = normalized_B[rows]
-        dead = dead_groups(returns[None])[0]
+        dead = all_equal(returns)
         if method != "mean":
             scales_B[rows] = 0.0 if dead else 1 / (returns.std(ddof=1) + 1e-6)
         normalized_B[rows] = 0.0 if dead else (returns - returns.mean()) * scales_B[rows]
@@ -613,7 +615,7 @@ def turn_rewards(trajectories: list[Trajectory], args: Args) -> list[np.ndarray]
     if args.reward_placement == "end":
         rewards = [r if len(r) else np.zeros(1) for r in rewards]  # without a turn there is still a return, 0
     keys_B = [{"group": t.group, "env": t.env, "batch": 0}[args.reward_norm_over] for t in trajectories]
-    returns_B, scales_B = normalize_returns(np.array([r.sum() for r in rewards]), keys_B, args.reward_norm)
+    returns_B, scales_B = normalize_returns(np.array([math.fsum(r) for r in rewards]), keys_B, args.reward_norm)
     for i in range(len(rewards)):
         rewards[i] = rewards[i] * (scales_B[i] if args.reward_placement == "turn" else 0.0)
         rewards[i][-1:] += returns_B[i] - rewards[i].sum()
@@ -641,7 +643,7 @@ def gae(
 
     Tokens of the environment are skipped, not discounted: "next" is the next sampled token. After the last one, and
     after those where `ends_BS` is 1, nothing more is to come, whether the episode was done or out of turns (its prompts
-    say how many actions are left). Source: arXiv:1506.02438, Eq. 16; the mask is ours.
+    say which turn it is and how many actions are left). Source: arXiv:1506.02438, Eq. 16; the mask is ours.
 
     >>> rewards_BS, values_BS = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
     >>> gae(rewards_BS, values_BS, torch.tensor([[1, 0, 1]]), gamma=1.0, gae_lambda=1.0)
@@ -679,7 +681,7 @@ def bi_level_gae(
 def whitened(advantages_BS: torch.Tensor, loss_mask_BS: torch.Tensor) -> torch.Tensor:
     """(B, S) of mean 0 and variance 1 (unbiased, eps 1e-8) over sampled tokens; all equal, or fewer than two: all 0."""
     advantages_M = advantages_BS[loss_mask_BS > 0]
-    if len(advantages_M) < 2 or dead_groups(advantages_M[None].cpu().numpy())[0]:
+    if len(advantages_M) < 2 or all_equal(advantages_M.cpu().numpy()):
         return torch.zeros_like(advantages_BS)
     variance, mean = torch.var_mean(advantages_M)
     return torch.where(loss_mask_BS > 0, (advantages_BS - mean) * (variance + 1e-8).rsqrt(), 0.0)
@@ -689,7 +691,8 @@ def token_advantages(
     trajectories: list[Trajectory], rewards: list[np.ndarray], kl: list[torch.Tensor] | None,
     values: list[torch.Tensor], args: Args,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
-    """Advantages (whitened) and returns, (S,) for each sample, from the (K,) rewards of each trajectory's turns.
+    """Advantages (whitened with --whiten) and returns, (S,) for each sample, from the (K,) rewards of each trajectory's
+    turns.
 
     The samples of a trajectory follow each other as its turns did, so in every context mode the sampled tokens of a
     trajectory are one sequence. `kl` (S,) of each sample is paid at its tokens; None: nothing is.
@@ -708,7 +711,7 @@ def token_advantages(
     for b, per_turn in enumerate(rewards):
         sampled_M = loss_mask_BS[b].nonzero()[:, 0]
         turns_M = turn_ids_BS[b, sampled_M]
-        ends_K = sampled_M[torch.cat([turns_M[1:] != turns_M[:-1], torch.ones(len(turns_M[:1]), dtype=torch.bool)])]
+        ends_K = sampled_M[turns_M.diff(append=turns_M.new_tensor([-1.0])) != 0]
         rewards_BS[b, ends_K], turn_ends_BS[b, ends_K] = torch.tensor(per_turn), 1.0
     if kl is not None:
         rewards_BS -= args.kl_coef * joined(kl)
@@ -722,14 +725,16 @@ def token_advantages(
         estimated = gae(rewards_BS, values_BS, loss_mask_BS, args.gamma, gae_lambda)
     advantages_BS, returns_BS = estimated
     if args.whiten:
-        advantages_BS = whitened(advantages_BS, loss_mask_BS)
-    advantages, returns = (
-        torch.cat([row[:length] for row, length in zip(rows_BS.float(), lengths, strict=True)]).split(
-            [len(s.ids) - 1 for s in samples]
-        )
-        for rows_BS in (advantages_BS, returns_BS)
-    )
-    return list(advantages), list(returns)
+        # Where rewards tell no token from another, the errors of the critic, whitened, would look like a signal.
+        plain_BS, _ = gae(rewards_BS, torch.zeros_like(values_BS), loss_mask_BS, args.gamma, 1.0)
+        no_signal = all_equal(plain_BS[loss_mask_BS > 0].numpy())
+        advantages_BS = torch.zeros_like(values_BS) if no_signal else whitened(advantages_BS, loss_mask_BS)
+
+    def by_sample(rows_BS: torch.Tensor) -> list[torch.Tensor]:
+        flat = torch.cat([row[:length] for row, length in zip(rows_BS.float(), lengths, strict=True)])
+        return list(flat.split([len(s.ids) - 1 for s in samples]))
+
+    return by_sample(advantages_BS), by_sample(returns_BS)
 
 
 # ======================================================================================================================
@@ -867,7 +872,8 @@ def value_metrics(samples: list[Sample], values: list[torch.Tensor], returns: li
     masks = [torch.tensor(sample.loss_mask[1:], dtype=torch.bool) for sample in samples]
     values_M = torch.cat([row.cpu()[mask] for row, mask in zip(values, masks, strict=True)]).double()
     returns_M = torch.cat([row.cpu()[mask] for row, mask in zip(returns, masks, strict=True)]).double()
-    dead = dead_groups(returns_M[None].numpy())[0]
+    # Zero returns are A + V: rounding of the size of V.
+    dead = all_equal(returns_M.numpy(), scale=values_M.abs().max().item())
     explained = 1 - (returns_M - values_M).var(correction=0) / returns_M.var(correction=0)
     return {
         "value/return_mean": returns_M.mean().item(),
@@ -926,10 +932,10 @@ def optimise(
         return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
 
     # ---- advantages
-    kl = None
+    paid_kl = None
     if ref_logprobs is not None and args.kl_in == "reward":
         # Where nothing was sampled both log-probs are 0, and so is every estimate.
-        kl = [kl_estimate(a, b, args.kl_estimator).cpu() for a, b in zip(old_logprobs, ref_logprobs, strict=True)]
+        paid_kl = [kl_estimate(a, b, args.kl_estimator).cpu() for a, b in zip(old_logprobs, ref_logprobs, strict=True)]
     if critic is not None:
         old_values = judge(critic, samples, args, accelerator)
     else:
@@ -937,11 +943,15 @@ def optimise(
         metrics |= {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
         notes["value/*"] = f"--estimator {args.estimator} has no critic"
     rewards = turn_rewards(trajectories, args)
-    advantages, returns = token_advantages(trajectories, rewards, kl, [row.cpu() for row in old_values], args)
+    advantages, returns = token_advantages(trajectories, rewards, paid_kl, [row.cpu() for row in old_values], args)
     factors_B = advantage_factors(trajectories, kept_share, args)
     advantages = [advantages[j] * float(factor) for i, factor in enumerate(factors_B) for j in samples_of[i]]
-    if critic is None and not any(row.any() for row in advantages):
+    no_signal = not any(row.any() for row in advantages)
+    if no_signal and critic is None:
         return metrics | skipped(state, notes, "all returns are equal")
+    if no_signal:
+        notes["policy/*"] = "only the critic was trained: all returns are equal"
+    frozen = no_signal or update <= args.critic_warmup
     if critic is not None:
         metrics |= value_metrics(samples, old_values, returns)
         if np.isnan(metrics["value/explained_variance"]):
@@ -994,18 +1004,19 @@ def optimise(
                     v_loss, value_stats = value_loss(
                         values_BS, old_values_BS, returns_BS, loss_mask_BS, args.vf_clip, num_tokens
                     )
-                    loss = loss + args.vf_coef * v_loss
+                    loss = args.vf_coef * v_loss + (0.0 if frozen else loss)
                     stats |= value_stats | {"value/loss": v_loss}
                 accelerator.backward(loss)
                 totals.update({name: value.item() for name, value in stats.items()})  # a Counter adds
 
-            warmup = min(1.0, (state["optimizer_steps"] + 1) / max(args.lr_warmup, 1))
             decay = 1 - (update - 1) / args.updates if args.lr_decay else 1.0
-            learning_rates = (args.learning_rate * warmup * decay, args.critic_learning_rate * warmup * decay)
+            counts = (state["optimizer_steps"] - state["frozen_steps"], state["optimizer_steps"])  # policy's, critic's
+            warmups = [min(1.0, (count + 1) / max(args.lr_warmup, 1)) for count in counts]
+            learning_rates = [args.learning_rate * warmups[0] * decay, args.critic_learning_rate * warmups[1] * decay]
             for parameters, learning_rate in zip(optimizer.param_groups, learning_rates, strict=False):
                 parameters["lr"] = learning_rate
-            if update <= args.critic_warmup:
-                policy.zero_grad()  # what has no gradient is not stepped
+            if frozen:
+                policy.zero_grad()  # a shared backbone has one; what has none is not stepped
             grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
             finite = bool(np.isfinite(grad_norm) and np.isfinite(totals["policy/loss"]))
             if critic is not None:
@@ -1015,6 +1026,7 @@ def optimise(
             if finite:
                 optimizer.step()
                 state["optimizer_steps"] += 1
+                state["frozen_steps"] += int(frozen)
             optimizer.zero_grad()
             state["nonfinite_in_a_row"] = 0 if finite else state["nonfinite_in_a_row"] + 1
             cause = f"loss {totals['policy/loss']}, gradient norm {grad_norm}"
@@ -1025,7 +1037,7 @@ def optimise(
                     f"10 optimizer steps in a row had a loss or gradient that is not finite (update {update}: {cause})"
                     "; lower --learning-rate or --max-grad-norm"
                 )
-            steps.append(totals | {"policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
+            steps.append({**totals, "policy/grad_norm": grad_norm, "policy/nonfinite_steps": float(not finite)})
     for model in filter(None, (policy, critic)):
         recompute(model, False)
     for name in steps[0]:
@@ -1046,7 +1058,8 @@ def mean(values: list[float]) -> float:
 
 def returns_by_group(trajectories: list[Trajectory], group_size: int) -> np.ndarray:
     """(P, G) sums of the environment's rewards, penalties left out."""
-    return np.array([sum(t.rewards) for t in trajectories]).reshape(-1, group_size)
+    # fsum: -0.1 nine times and 0.9 once must not differ by the order in which they came.
+    return np.array([math.fsum(t.rewards) for t in trajectories]).reshape(-1, group_size)
 
 
 def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str) -> dict[str, float]:
@@ -1165,9 +1178,13 @@ def check(args: Args, envs: list):
     not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
     not_negative += "critic_warmup vf_clip vf_coef ent_coef kl_coef weight_decay clip_high val_temperature"
     values = {name: getattr(args, name) for name in at_least_one.split()}
-    rules = [(name, value is None or value >= 1, "must be at least 1; try 1") for name, value in values.items()]
+    rules = [
+        (name, value is None or value >= 1, "must be at least 1; leave it out for the default")
+        for name, value in values.items()
+    ]
     rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
-    by_group = args.filter != "none" or args.max_rollouts > 1 or args.soft_reweight or args.reward_norm_over == "group"
+    by_group = args.filter != "none" or args.max_rollouts > 1 or args.soft_reweight
+    by_group = by_group or (args.reward_norm != "none" and args.reward_norm_over == "group")
     rules += [
         ("group_size", args.group_size >= 1, "must be at least 1; try 8"),
         ("group_size", args.group_size > 1 or not by_group, "must be at least 2 where members are compared; try 8"),
@@ -1306,7 +1323,7 @@ def live_groups(trajectories: list[Trajectory], args: Args) -> list[int]:
     return live
 
 
-def select_groups(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
+def kept_trajectories(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
     """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
     differs only in its format penalties has nothing to teach about the task."""
     returns_PG = returns_by_group(trajectories, args.group_size)
@@ -1361,6 +1378,8 @@ def main(args: Args):
     if args.kl_coef > 0:
         ref_policy = load(args, args.model)[0] if latest else copy.deepcopy(policy)
         ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
+    if args.gradient_checkpointing and not policy.supports_gradient_checkpointing:
+        refuse(f"--gradient-checkpointing: {type(policy).__name__} cannot do it; leave it out")
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable()
     critic, parameters = None, [{"params": list(policy.parameters())}]
@@ -1376,7 +1395,7 @@ def main(args: Args):
         refuse(f"--model {args.model}: {error}")
 
     # ---- run folder
-    counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row seconds"
+    counters = "update optimizer_steps frozen_steps tokens skipped_updates nonfinite_in_a_row seconds"
     state = dict.fromkeys(counters.split(), 0)  # in every checkpoint, together with the optimizer
     run_dir.mkdir(parents=True, exist_ok=True)
     if latest:
@@ -1390,6 +1409,7 @@ def main(args: Args):
             refuse(f"updates {args.updates} is below the {done} that are done; try --updates {2 * done}")
     if not args.resume:
         shutil.copy(__file__, run_dir)
+        report.write_file(run_dir / "commit.txt", report.commit())
     # On resume too: --updates may have grown.
     report.write_file(run_dir / "args.json", json.dumps(asdict(args), indent=1))
     first_update = state["update"] + 1 if latest else 0
@@ -1436,7 +1456,7 @@ def main(args: Args):
 
                 # ---- filter, optimise
                 train_started = time.time()
-                kept = select_groups(trajectories, args)
+                kept = kept_trajectories(trajectories, args)
                 metrics["rollout/kept_share"] = len(kept) / len(trajectories)
                 metrics |= optimise(
                     policy, critic, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
@@ -1444,7 +1464,7 @@ def main(args: Args):
                 )  # fmt: skip
                 metrics["time/train"] = time.time() - train_started
                 metrics["time/sampled_tokens_per_s"] = sampled_tokens / metrics["time/rollout"]
-                trained_tokens = sum(len(sample.ids) for t in kept for sample in t.samples)
+                trained_tokens = args.epochs * sum(len(sample.ids) for t in kept for sample in t.samples)
                 metrics["time/trained_tokens_per_s"] = trained_tokens / metrics["time/train"]
                 state["tokens"] += sampled_tokens
             metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
@@ -1507,10 +1527,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
         runs = sorted(str(path.parent) for path in Path(args.run_root).glob("*/args.json"))
         near = difflib.get_close_matches(args.resume, runs, n=3) or runs[-3:]
         refuse(f"--resume {args.resume}: no run there ({file} is missing); near: {', '.join(near) or 'none'}")
+    if not (file.parent / Path(__file__).name).is_file():
+        (other,) = file.parent.glob("starpo_*.py")
+        refuse(f"--resume {args.resume} is a run of {other.name}; try python {other.name} --resume {args.resume}")
     try:
         saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
     except (TypeError, ValueError) as error:
-        refuse(f"--resume {args.resume}: args.json is not of this version ({error}); run the script in the run folder")
+        refuse(
+            f"--resume {args.resume}: args.json is not of this version ({error}); run its own script: "
+            f"PYTHONPATH={Path(__file__).parent} python {file.parent / Path(__file__).name} --resume {args.resume}"
+        )
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)

@@ -163,7 +163,7 @@ def make_all(numbers, options):
             if any(name.startswith(f"{other}.") for other in numbers):
                 continue
             try:
-                chosen[name] = ast.literal_eval(value)
+                chosen[name] = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value, value))
             except (ValueError, SyntaxError):
                 chosen[name] = value
         envs += [make(env_name, **chosen) for _ in range(number)]

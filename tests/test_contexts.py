@@ -26,13 +26,13 @@ from starpo_grpo import (
     check_room,
     derive,
     groups_of_each,
+    kept_trajectories,
     optimise,
     overlong,
     rollout,
     rollout_metrics,
     sample_groups,
     score,
-    select_groups,
     turn_advantages,
     turn_rewards,
     validate,
@@ -352,7 +352,7 @@ def test_filter_keeps_the_same_groups_in_all_contexts(tokenizer, context, window
     # Variances of the returns 1/2, 0, 9/32, 1/32: the first and the third hold more than 0.9 of their sum.
     for name, kept in {"none": [0, 1, 2, 3], "snr": [0, 2], "top-k-25": [0]}.items():
         args = make_args(filter=name, num_groups=4, group_size=2, context=context, window=window)
-        chosen = select_groups(trajectories, args)
+        chosen = kept_trajectories(trajectories, args)
         assert [(t.group, t.member) for t in chosen] == [(group, member) for group in kept for member in (0, 1)]
         assert all(t is trajectories[t.index] for t in chosen)
 
@@ -935,7 +935,7 @@ def groups_in(trajectories):
 def test_groups_are_sampled_until_enough_have_spread(tokenizer, live, max_rollouts, sampled, kept, context):
     trajectories, args, _, _ = sample(tokenizer, live, max_rollouts=max_rollouts, context=context)
     assert groups_in(trajectories) == list(range(sampled))
-    chosen = select_groups(trajectories, args)
+    chosen = kept_trajectories(trajectories, args)
     assert groups_in(chosen) == kept
     assert all(any(t is other for other in trajectories) for t in chosen)
 
@@ -955,7 +955,7 @@ def test_filter_ranks_the_groups_that_dynamic_sampling_left(tokenizer):
     # Four groups of equal spread, of eight sampled: a quarter of the four kept is the first.
     trajectories, args, _, _ = sample(tokenizer, {1, 3, 4, 5, 6}, num_groups=4, max_rollouts=3, filter="top-k-25")
     assert groups_in(trajectories) == list(range(8))
-    assert groups_in(select_groups(trajectories, args)) == [1]
+    assert groups_in(kept_trajectories(trajectories, args)) == [1]
 
 
 def test_group_that_differs_only_in_penalties_has_no_spread(tokenizer):
@@ -970,8 +970,8 @@ def test_group_that_differs_only_in_penalties_has_no_spread(tokenizer):
     trajectories = sample_groups(envs, Script(tokenizer, answer), tokenizer, args, 1)
     assert [sum(t.rewards) for t in trajectories] == [0.0] * 12
     assert [sum(t.penalties) for t in trajectories] == [0.0, -0.2] * 6
-    assert select_groups(trajectories, args) == []
-    assert select_groups(trajectories, make_args(group_size=2, num_groups=6, filter="snr")) == []
+    assert kept_trajectories(trajectories, args) == []
+    assert kept_trajectories(trajectories, make_args(group_size=2, num_groups=6, filter="snr")) == []
 
 
 # ------------------------------------------------------------------------------------------------ penalties, budgets

@@ -20,7 +20,7 @@ SHARED = """
     score sampler_gap recompute
     mean returns_by_group rollout_metrics trajectory_record status_line print_header
     refuse make_envs groups_of_each check_room practice load make_optimizer sample_groups live_groups
-    select_groups validate parse_args
+    kept_trajectories validate parse_args
 """.split()
 # Where the critic and the advantages come in.
 DIFFERENT = "Args skipped optimise derive check main".split()
