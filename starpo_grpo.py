@@ -790,7 +790,8 @@ def optimise(
 
     sampled = [i for i, t in enumerate(trajectories) if t.num_tokens()]  # not those whose first prompt had no room
     if not sampled:
-        return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
+        notes["sampler/*"] = "nothing was sampled, or no group was kept"
+        return metrics | skipped(state, notes, notes["sampler/*"])
 
     # ---- advantages
     rewards = turn_rewards(trajectories, args)

@@ -907,7 +907,7 @@ def recompute(model, on: bool):
 
 def skipped(state: dict, notes: dict[str, str], reason: str) -> dict[str, float]:
     state["skipped_updates"] += 1
-    notes["policy/*"] = f"update skipped: {reason}"
+    notes["policy/*"] = notes["value/*"] = f"update skipped: {reason}"
     metrics = {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
     return metrics | {f"value/{name}": float("nan") for name in VALUE_METRICS.split()}
 
@@ -929,7 +929,8 @@ def optimise(
 
     sampled = [i for i, t in enumerate(trajectories) if t.num_tokens()]  # not those whose first prompt had no room
     if not sampled:
-        return metrics | skipped(state, notes, "nothing was sampled, or no group was kept")
+        notes["sampler/*"] = "nothing was sampled, or no group was kept"
+        return metrics | skipped(state, notes, notes["sampler/*"])
 
     # ---- advantages
     paid_kl = None

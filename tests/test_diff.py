@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = {name: (ROOT / name).read_text() for name in ("starpo_ppo.py", "starpo_grpo.py")}
 PPO, GRPO = SOURCES.values()
+RECORDED = ROOT / "tests" / "scripts.diff"
 
 SHARED = """
     ParsedResponse system_prompt user_message written_history parse_response
@@ -59,7 +60,7 @@ def test_banners_come_in_the_same_order():
     assert [int(number) for number, _ in banners[0]] == list(range(1, 10))
 
 
-def test_scripts_differ_only_where_declared(capsys):
+def test_scripts_differ_only_where_declared():
     """Outside the definitions: the docstring, the presets and what is imported."""
     a, b = PPO, GRPO
     for name in (*DIFFERENT, *ONLY_PPO, *ONLY_GRPO):
@@ -71,9 +72,19 @@ def test_scripts_differ_only_where_declared(capsys):
     a, b = ([line for line in text.splitlines() if line.strip()] for text in (a, b))
     assert list(difflib.unified_diff(a, b, n=0, lineterm="")) == []
 
+
+def recorded_diff() -> str:
     lines = list(difflib.unified_diff(PPO.splitlines(), GRPO.splitlines(), n=0, lineterm=""))[2:]
-    changed = [line for line in lines if line[0] in "+-"]
-    hunks = [line for line in lines if line.startswith("@@")]
+    return "".join("@@\n" if line.startswith("@@") else line + "\n" for line in lines)
+
+
+def test_diff_is_the_recorded_one(capsys):
+    """What is fixed in one script alone shows here. If it belongs to one alone: python tests/test_diff.py"""
     with capsys.disabled():
-        print(f"\ndiff starpo_ppo.py starpo_grpo.py: {len(changed)} changed lines in {len(hunks)} hunks")
-    assert len(changed) < 450
+        changed = sum(line[0] in "+-" for line in recorded_diff().splitlines())
+        print(f"\ndiff starpo_ppo.py starpo_grpo.py: {changed} changed lines in {recorded_diff().count('@@')} hunks")
+    assert recorded_diff() == RECORDED.read_text()
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(recorded_diff())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,9 +176,14 @@ def test_resume_refuses_other_arguments(script, finished, capsys):
     assert "num_groups is 2 there and 3 here" in capsys.readouterr().out
 
 
-def test_resume_with_more_updates_goes_on(script, finished, model_folder, tmp_path):
-    import shutil
+def test_resume_with_the_other_script_is_refused(script, finished, capsys):
+    other = next(name for name in SCRIPTS if name != script)
+    with pytest.raises(SystemExit):
+        SCRIPTS[other].parse_args(["--resume", str(finished[0])])
+    assert f"is a run of {script}.py; try python {script}.py --resume" in " ".join(capsys.readouterr().out.split())
 
+
+def test_resume_with_more_updates_goes_on(script, finished, model_folder, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(finished[0], copy)
     code, output = run(script, "--resume", copy, "--updates", 5, cwd=tmp_path)
@@ -257,11 +263,28 @@ def test_preset_runs_three_updates_and_is_printed_in_full(script, preset, model_
         assert f"--{name.replace('_', '-')} {value}" in output
 
 
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("starpo_ppo", "--critic shared --context turn --bf16 --gradient-checkpointing --optimizer adamw-fused"),
+        ("starpo_ppo", "--critic-warmup 3 --kl-coef 0.01 --env frozen_lake:1 SlipperyFrozenLake:1 --num-groups 2"),
+        ("starpo_grpo", "--preset dapo --context window --optimizer adamw-8bit --env sokoban"),
+    ],
+)
+def test_resumed_run_equals_one_never_stopped_with_other_switches(script, options, model_folder, tmp_path, monkeypatch):
+    records = run_here(script, ["--model", model_folder, *options.split()], tmp_path, monkeypatch)
+    run_dir, module = only_run(tmp_path), SCRIPTS[script]
+    shutil.rmtree(run_dir / "checkpoints" / "4")  # as if killed between update 3 and 4
+    AcceleratorState._reset_state(reset_partial_state=True)
+    module.main(module.parse_args(["--resume", str(run_dir)]))
+    assert lines_without_times(run_dir) == records
+
+
 SWITCHES = [
     "--context window --window 2",
     "--context turn --window 2 --reward-placement turn",
     "--env frozen_lake:1 SlipperyFrozenLake:1 --num-groups 2",
-    "--reward-norm asym-clip --soft-reweight --length-weight --loss-scaling sqrt --filter snr",
+    "--env sokoban --reward-norm asym-clip --soft-reweight --length-weight --loss-scaling sqrt --filter snr",
     "--gradient-checkpointing --bf16 --optimizer adamw-fused --kl-coef 0.01 --kl-in reward",
 ]
 SWITCHES_PPO = [
