@@ -70,9 +70,9 @@ transformers_logging.disable_progress_bar()
 # What a name of the literature stands for; all else stays as in Args, among it RAGEN-2's clip-higher, dual clip and
 # entropy bonus. --preset NAME, and flags beside it win.
 PRESETS = {
-    # StarPO of RAGEN, arXiv:2504.20073, Sec. 3: symmetric clip, a KL penalty.
+    # StarPO of RAGEN, arXiv:2504.20073: symmetric clip, a KL penalty.
     "starpo": {"clip_high": 0.2, "kl_coef": 0.001, "kl_estimator": "k1"},
-    # StarPO-S of the same paper, Sec. 4: the quarter of the groups with the largest spread, no KL, clip-higher.
+    # StarPO-S of the same paper: the quarter of the groups with the largest spread, no KL, clip-higher.
     "starpo-s": {"filter": "top-k-25", "clip_high": 0.28, "kl_coef": 0.0},
     # PPO of RAGEN-2, arXiv:2604.06268: token mean, entropy bonus, no KL.
     "ppo": {"estimator": "gae", "aggregation": "token-mean", "clip_high": 0.28, "kl_coef": 0.0},

@@ -33,8 +33,8 @@ def spread(values: list[float]) -> str:
 
 if __name__ == "__main__":
     runs = defaultdict(list)
-    for metrics in sorted(Path(sys.argv[1]).rglob("metrics.jsonl")):
-        key, result = read(metrics.parent)
+    for figure in sorted(Path(sys.argv[1]).rglob("curves.png")):  # of runs that are done
+        key, result = read(figure.parent)
         if result["updates"] > 0:
             runs[key].append(result)
     names = "environment | method | seeds | before | after | rise | turns | optimizer steps | sampled tokens | minutes"
