@@ -5,15 +5,17 @@ stands between one response and the next. A conversation is never rendered again
 """
 
 import difflib
+import json
 import os
 from pathlib import Path
 
 import jinja2
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 logging.disable_progress_bar()
+PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json as it is
 
 
 def near_models(name: str) -> str:
@@ -29,6 +31,10 @@ def load_model(source: str):
     where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (source, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        # For some model types AutoTokenizer overrules the class that was saved, and splits words in its own way.
+        saved = path / "tokenizer_config.json"
+        if saved.is_file() and json.loads(saved.read_text()).get("tokenizer_class") in PLAIN_TOKENIZERS:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(where)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]

@@ -104,7 +104,7 @@ class Args:
     run_root: str = "runs"
     """where run folders are made"""
     resume: str | None = None
-    """a run folder to go on with; its arguments are taken over, only --updates and tracking may differ"""
+    """a run folder to go on with; its arguments are taken over, only those that change no result may differ"""
     track: bool = False
     """also log to Weights & Biases (offline where there is no account or network)"""
     wandb_project: str = "starpo"
@@ -1063,6 +1063,10 @@ def check(args: Args, envs: list):
             )
     if args.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         refuse("--optimizer adamw-8bit needs bitsandbytes; pip install -e '.[8bit]', or take adamw")
+    try:
+        Path(args.run_root).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--run-root {args.run_root} cannot be written: {error}; name another folder")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
@@ -1334,6 +1338,12 @@ def main(args: Args):
     console.print(message, soft_wrap=True, highlight=False)
 
 
+MAY_CHANGE = (
+    "resume updates track wandb_project show_trajectory threads microbatch_tokens sampler_tokens save_every "
+    "keep_checkpoints log_trajectories"
+).split()
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume, the arguments of that run, of which only a few may differ."""
     args = tyro.cli(Args, args=argv, description=__doc__)
@@ -1359,7 +1369,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)
-        if old != new and f.name not in ("resume", "updates", "track", "wandb_project"):
+        if old != new and f.name not in MAY_CHANGE:
             refuse(
                 f"--resume goes on with a run as it was: {f.name} is {old!r} there and {new!r} here; leave it out, or "
                 f"start a new run from its weights with --model {args.resume}/checkpoints/N"

@@ -97,7 +97,7 @@ class Args:
     run_root: str = "runs"
     """where run folders are made"""
     resume: str | None = None
-    """a run folder to go on with; its arguments are taken over, only --updates and tracking may differ"""
+    """a run folder to go on with; its arguments are taken over, only those that change no result may differ"""
     track: bool = False
     """also log to Weights & Biases (offline where there is no account or network)"""
     wandb_project: str = "starpo"
@@ -1031,6 +1031,8 @@ def optimise(
             optimizer.zero_grad()
             state["nonfinite_in_a_row"] = 0 if finite else state["nonfinite_in_a_row"] + 1
             cause = f"loss {totals['policy/loss']}, gradient norm {grad_norm}"
+            if critic is not None:
+                cause += f"; of the critic {totals['value/loss']}, {totals['value/grad_norm']}"
             if not finite:
                 notes["policy/nonfinite_steps"] = f"optimizer step skipped: {cause}"
             if state["nonfinite_in_a_row"] >= 10:
@@ -1184,11 +1186,18 @@ def check(args: Args, envs: list):
         for name, value in values.items()
     ]
     rules += [(name, getattr(args, name) >= 0, "must not be negative; try 0") for name in not_negative.split()]
+    has_critic = args.estimator != "reinforce++"
     by_group = args.filter != "none" or args.max_rollouts > 1 or args.soft_reweight
     by_group = by_group or (args.reward_norm != "none" and args.reward_norm_over == "group")
     rules += [
         ("group_size", args.group_size >= 1, "must be at least 1; try 8"),
-        ("group_size", args.group_size > 1 or not by_group, "must be at least 2 where members are compared; try 8"),
+        (
+            "group_size",
+            args.group_size > 1 or not by_group,
+            "must be 2 or more to compare members; try 8",
+        ),
+        ("critic_warmup", args.critic_warmup <= args.updates, "must not be longer than the run; try 0"),
+        ("critic_warmup", args.critic_warmup == 0 or has_critic, "needs a critic, and reinforce++ has none; try 0"),
         ("gamma", 0 <= args.gamma <= 1, "must be in [0, 1]; try 1.0"),
         ("gae_lambda", 0 <= args.gae_lambda <= 1, "must be in [0, 1]; try 1.0"),
         ("turn_gamma", 0 <= args.turn_gamma <= 1, "must be in [0, 1]; try 0.95"),
@@ -1236,6 +1245,10 @@ def check(args: Args, envs: list):
             )
     if args.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
         refuse("--optimizer adamw-8bit needs bitsandbytes; pip install -e '.[8bit]', or take adamw")
+    try:
+        Path(args.run_root).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"--run-root {args.run_root} cannot be written: {error}; name another folder")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
     hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
@@ -1516,6 +1529,12 @@ def main(args: Args):
     console.print(message, soft_wrap=True, highlight=False)
 
 
+MAY_CHANGE = (
+    "resume updates track wandb_project show_trajectory threads microbatch_tokens sampler_tokens save_every "
+    "keep_checkpoints log_trajectories"
+).split()
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line; with --resume, the arguments of that run, of which only a few may differ."""
     args = tyro.cli(Args, args=argv, description=__doc__)
@@ -1541,7 +1560,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)
-        if old != new and f.name not in ("resume", "updates", "track", "wandb_project"):
+        if old != new and f.name not in MAY_CHANGE:
             refuse(
                 f"--resume goes on with a run as it was: {f.name} is {old!r} there and {new!r} here; leave it out, or "
                 f"start a new run from its weights with --model {args.resume}/checkpoints/N"

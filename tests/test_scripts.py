@@ -50,7 +50,7 @@ def make_model_folder(folder, steps):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("model"), steps=12)
+    return make_model_folder(tmp_path_factory.mktemp("model"), steps=40)
 
 
 def start(script, *arguments, cwd, launcher=()):
@@ -213,7 +213,7 @@ REFUSED = [
     ("--overlong-share 2", "overlong_share is a share of max_new_tokens"),
 ]
 REFUSED_PPO = [
-    ("--group-size 1 --filter snr", "group_size must be at least 2 where members are compared"),
+    ("--group-size 1 --filter snr", "must be 2 or more to compare members"),
     ("--gamma 1.5", "gamma must be in [0, 1]"),
     ("--critic-learning-rate 0", "critic_learning_rate must be above 0"),
 ]
@@ -302,7 +302,9 @@ SWITCHES_PPO = [
 def test_switches_run_and_log_the_same_names_at_every_update(script, options, model_folder, tmp_path, monkeypatch):
     arguments = ["--model", model_folder, "--updates", 2, "--val-every", 0, *options.split()]
     records = run_here(script, arguments, tmp_path, monkeypatch)
-    assert records[1].keys() - {"notes"} == records[2].keys() - {"notes"}
+    # What an environment reports beside the reward is there only if some action was played.
+    names = [{key for key in record if key != "notes" and "/info/" not in key} for record in records[1:]]
+    assert names[0] == names[1]
     for record in records[1:]:
         missing = {key.split("/")[0] for key, value in record.items() if value is None}
         assert missing <= {note.split("/")[0] for note in record.get("notes", {})}, record

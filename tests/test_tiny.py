@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import llm
 import starpo_grpo as script
 import tiny
 
@@ -84,6 +85,16 @@ def test_key_depends_on_prompt_and_environment(monkeypatch, tmp_path):
     keys = [load(args)[2] for args in (setup(), setup(think=False), setup(env_options=("size=5",)), setup("bandit"))]
     assert len(set(keys)) == 4
     assert load(setup(num_groups=3, val_episodes=7, seed=9))[2] == keys[0]
+
+
+def test_checkpoint_comes_back_with_the_same_tokenizer(tmp_path):
+    # transformers takes a Qwen2 folder for one of Qwen's own, whose tokenizer splits " 4" into two.
+    TOKENIZER.save_pretrained(tmp_path)
+    tiny.build_model(TOKENIZER).save_pretrained(tmp_path)
+    _, again = llm.load_model(str(tmp_path))
+    text = "Turn 2, 4 actions left.\nplayer (2, 0)\ufb01 Left || Up</answer>"
+    assert again.encode(text) == TOKENIZER.encode(text)
+    assert again.chat_template == TOKENIZER.chat_template
 
 
 @pytest.mark.parametrize("file", sorted(tiny.SHIPPED.glob("*.safetensors")), ids=lambda path: path.stem)
