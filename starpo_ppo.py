@@ -419,19 +419,21 @@ def begin_turn(env, trajectory: Trajectory, tokenizer, args: Args):
     Where prompt and response have no room in max_model_len, window and turn leave out whole turns, the oldest first and
     never the present one; what still has no room ends the trajectory.
     """
-    turn = len(trajectory.turns) - 1
+    turn, room = len(trajectory.turns) - 1, args.max_model_len - args.max_new_tokens
+    trajectory.ended = "context"  # until a prompt is found that fits: what nothing is sampled after is not stored
     if args.context == "full" and turn > 0:
-        follow(trajectory.samples[0], next_prompt(tokenizer, trajectory.turns[-1]["user"], args), turn)
-    else:
-        for shown in range(min(turn + 1, args.window or 1), 0, -1):
-            sample = turn_prompt(env, trajectory, tokenizer, shown, args)
-            if len(sample.ids) + args.max_new_tokens <= args.max_model_len:
-                break
-        trajectory.samples.append(sample)
-    if len(trajectory.samples[-1].ids) + args.max_new_tokens > args.max_model_len:
-        trajectory.ended = "context"
-        if args.context != "full":
-            trajectory.samples.pop()  # nothing was sampled after this prompt, so there is nothing to train
+        (sample,) = trajectory.samples
+        suffix = following(sample, next_prompt(tokenizer, trajectory.turns[-1]["user"], args))
+        if len(sample.ids) + len(suffix) <= room:
+            sample.append(suffix, turn)
+            trajectory.ended = ""
+        return
+    for shown in range(min(turn + 1, args.window or 1), 0, -1):
+        sample = turn_prompt(env, trajectory, tokenizer, shown, args)
+        if len(sample.ids) <= room:
+            trajectory.samples.append(sample)
+            trajectory.ended = ""
+            return
 
 
 def turn_prompt(env, trajectory: Trajectory, tokenizer, shown: int, args: Args) -> Sample:
@@ -446,13 +448,14 @@ def turn_prompt(env, trajectory: Trajectory, tokenizer, shown: int, args: Args) 
     sample.append(first_prompt(tokenizer, system, trajectory.turns[first]["user"], args), turn)
     for earlier in range(first, turn):
         sample.append(trajectory.samples[earlier].response(), turn)
-        follow(sample, next_prompt(tokenizer, trajectory.turns[earlier + 1]["user"], args), turn)
+        user = trajectory.turns[earlier + 1]["user"]
+        sample.append(following(sample, next_prompt(tokenizer, user, args)), turn)
     return sample
 
 
-def follow(sample: Sample, suffix: list[int], turn: int):
+def following(sample: Sample, suffix: list[int]) -> list[int]:
     # The suffix starts with the token that closes a response; most responses were sampled with it.
-    sample.append(suffix[1:] if sample.ids[-1:] == suffix[:1] else suffix, turn)
+    return suffix[1:] if sample.ids[-1:] == suffix[:1] else suffix
 
 
 def overlong(num_tokens: int, args: Args) -> float:

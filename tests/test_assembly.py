@@ -310,12 +310,14 @@ def test_context_budget_ends_the_trajectory_and_never_cuts_it(each_tokenizer):
         return run(each_tokenizer, lambda *_: RIGHT, envs, max_actions=99, max_model_len=max_model_len)
 
     (t,), script, envs = play(260)
-    (free,), _, _ = play(1000)
+    (free,), free_script, _ = play(1000)
     assert (t.ended, t.success) == ("context", False)
     assert 2 <= len(t.rewards) == len(envs[0].steps) < 50
     # Room for a whole response at every turn that was played, and none for the next.
     assert all(len(prompt) + 24 <= 260 for prompt in script.prompts[0])
-    assert len(t.ids) + 24 > 260
+    # The next prompt is not stored: nothing was sampled after it.
+    assert t.loss_mask[-1] == 1
+    assert len(free_script.prompts[0][len(t.rewards)]) + 24 > 260
     # The same tokens as without a budget, from the first one on.
     assert t.ids == free.ids[: len(t.ids)]
     assert sum(t.loss_mask) == sum(len(sampled.token_ids) for sampled in script.given[0])
@@ -323,7 +325,7 @@ def test_context_budget_ends_the_trajectory_and_never_cuts_it(each_tokenizer):
 
 def test_context_budget_when_the_first_prompt_does_not_fit(tokenizer):
     (t,), script, envs = run(tokenizer, lambda *_: RIGHT, max_model_len=30, max_new_tokens=24)
-    assert (t.ended, t.rewards, sum(t.loss_mask), script.given) == ("context", [], 0, {})
+    assert (t.ended, t.rewards, t.samples, script.given) == ("context", [], [], {})
     assert envs[0].steps == []
     assert rollout_metrics([t], 1, "")["context_ended"] == 1.0
 

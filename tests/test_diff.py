@@ -14,7 +14,7 @@ RECORDED = ROOT / "tests" / "scripts.diff"
 
 SHARED = """
     ParsedResponse system_prompt user_message written_history parse_response
-    Sample Trajectory address sample_with rollout begin_turn turn_prompt follow overlong play_turn
+    Sample Trajectory address sample_with rollout begin_turn turn_prompt following overlong play_turn
     pad token_logprobs microbatches
     normalize_returns turn_rewards advantage_factors
     token_weights policy_loss kl_estimate kl_loss
