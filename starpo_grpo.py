@@ -954,7 +954,7 @@ def print_header(args: Args, envs: list, model, run_dir: Path):
     minibatches = args.num_groups * args.group_size // args.minibatch_size
     turns = {env.name: args.max_turns or env.max_turns for env in envs}
     lines = [
-        f"[bold]{' '.join(args.env)}[/] with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}",
+        f"{' '.join(args.env)} with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}",
         f"P = {args.num_groups} groups (--num-groups) x G = {args.group_size} (--group-size), up to K = "
         f"{', '.join(map(str, turns.values()))} turns (--max-turns); {args.updates} updates of {args.epochs} x "
         f"{minibatches} steps",
@@ -962,7 +962,7 @@ def print_header(args: Args, envs: list, model, run_dir: Path):
     if args.preset:
         values = (f"--{name.replace('_', '-')} {getattr(args, name)}" for name in PRESETS[args.preset])
         lines.append(f"{args.preset} = {' '.join(values)}")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 # ======================================================================================================================
@@ -1186,7 +1186,8 @@ def main(args: Args):
     except ValueError as error:
         refuse(f"--env: {error}")
     names = re.sub(r"[^A-Za-z0-9_]+", "-", "+".join(env_names)).strip("-")
-    name = f"{names}-{args.preset or 'grpo'}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    method = "grpo" if args.preset in (None, "grpo") else f"grpo-{args.preset}"
+    name = f"{names}-{method}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(args.resume or Path(args.run_root) / f"{name}-{os.getpid()}")
     probes = make_envs(args, dict.fromkeys(env_names, 1))
     args = derive(args, probes)
@@ -1338,7 +1339,7 @@ def main(args: Args):
         message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:
         message = f"done in {(time.time() - started) / 60:.1f} minutes: {run_dir}/curves.png"
-    console.print(message, soft_wrap=True, highlight=False)
+    console.print(message, markup=False, soft_wrap=True, highlight=False)
 
 
 MAY_CHANGE = (
@@ -1360,15 +1361,22 @@ def parse_args(argv: list[str] | None = None) -> Args:
         near = difflib.get_close_matches(args.resume, runs, n=3) or runs[-3:]
         refuse(f"--resume {args.resume}: no run there ({file} is missing); near: {', '.join(near) or 'none'}")
     if not (file.parent / Path(__file__).name).is_file():
-        (other,) = file.parent.glob("starpo_*.py")
-        refuse(f"--resume {args.resume} is a run of {other.name}; try python {other.name} --resume {args.resume}")
+        own = " or ".join(path.name for path in file.parent.glob("*.py"))
+        refuse(f"--resume {args.resume} is a run of {own}; try python {own} --resume {args.resume}")
     try:
-        saved = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(file.read_text()).items()})
-    except (TypeError, ValueError) as error:
+        saved = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
         refuse(
-            f"--resume {args.resume}: args.json is not of this version ({error}); run its own script: "
-            f"PYTHONPATH={Path(__file__).parent} python {file.parent / Path(__file__).name} --resume {args.resume}"
+            f"--resume {args.resume}: {file} cannot be read ({error}); start a new run from a checkpoint with --model"
         )
+    names = {f.name for f in fields(Args)}
+    if not isinstance(saved, dict) or set(saved) != names:
+        differ = ", ".join(sorted(names ^ set(saved))) if isinstance(saved, dict) else type(saved).__name__
+        own = f"PYTHONPATH={Path(__file__).parent} python {file.parent / Path(__file__).name} --resume {args.resume}"
+        refuse(
+            f"--resume {args.resume}: args.json is of another version (differs in: {differ}); run its own script: {own}"
+        )
+    saved = Args(**{name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()})
     args = tyro.cli(Args, args=argv, default=saved)
     for f in fields(Args):
         old, new = getattr(saved, f.name), getattr(args, f.name)
