@@ -50,7 +50,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
 import envs as environments
 import llm
@@ -61,7 +60,6 @@ from generation import HFSampler, Sampled
 from llm import check_template, first_prompt, next_prompt, stop_tokens
 
 console = Console()
-transformers_logging.disable_progress_bar()
 
 
 # ======================================================================================================================
