@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import numpy as np
 
-METRICS = ("reward_variance", "reward_std", "reward", "reward_sum")
+METRICS = (
+    "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
+)  # fmt: skip
+SPREADS = {"reward_variance": np.var, "entropy_variance": np.var, "reward_std": np.std, "entropy_std": np.std}
 STRATEGIES = ("top_p", "top_k", "top_k_abs", "min_p", "none")
 
 # Numbers within this share of each other are equal: far more than float64 loses in a sum, far less than a reward means.
@@ -73,10 +76,11 @@ def dead_groups(returns_PG: np.ndarray) -> np.ndarray:
 
 
 def group_scores(rewards_PG: np.ndarray, metric: str = "reward_variance") -> np.ndarray:
-    """Scores (P,), float64, in units of the reward (variance: squared).
+    """Scores (P,), float64, in units of what is scored (variance: squared).
 
     reward_variance, reward_std: ddof 1, exactly 0 for a dead group. reward, reward_sum: the members' mean and sum,
-    exactly 0 where their rewards cancel up to rounding.
+    exactly 0 where their rewards cancel up to rounding. For entropy, entropy_variance, entropy_std and length, give
+    the members' mean token entropies (nats) or their lengths (tokens) in the place of rewards: mean, spread, mean.
     Raises: ValueError for an unknown metric, a reward that is not finite, and the spread of groups of one.
 
     >>> group_scores([[1.0, 0.0], [3.0, 3.0]]).tolist()
@@ -85,14 +89,13 @@ def group_scores(rewards_PG: np.ndarray, metric: str = "reward_variance") -> np.
     check_name("metric", metric, METRICS)
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     check_finite("rewards", rewards_PG)
-    if metric in ("reward", "reward_sum"):
-        scores_P = rewards_PG.mean(1) if metric == "reward" else rewards_PG.sum(1)
+    if metric not in SPREADS:
+        scores_P = rewards_PG.sum(1) if metric == "reward_sum" else rewards_PG.mean(1)
         return np.where(np.abs(scores_P) <= ROUNDING * np.abs(rewards_PG).max(1), 0.0, scores_P)
     group_size = rewards_PG.shape[1]
     if group_size < 2:
         raise ValueError(f"{metric} needs a group_size of at least 2, not {group_size}; raise it, or score by reward")
-    spread = np.var if metric == "reward_variance" else np.std
-    return np.where(dead_groups(rewards_PG), 0.0, spread(rewards_PG, axis=1, ddof=1))
+    return np.where(dead_groups(rewards_PG), 0.0, SPREADS[metric](rewards_PG, axis=1, ddof=1))
 
 
 def select_groups(
@@ -167,16 +170,17 @@ def select_groups(
     return sorted(group_R[:count].tolist())
 
 
-def filter_groups(rewards_PG: np.ndarray, name: str) -> list[int]:
+def filter_groups(rewards_PG: np.ndarray, name: str, **changes) -> list[int]:
     """Indices of the groups that the preset FILTERS[name] keeps, ascending; [] where it keeps none.
 
-    Raises: ValueError for an unknown name, and as group_scores does.
+    `changes` stand in for its metric, or for arguments of select_groups.
+    Raises: ValueError for an unknown name, and as group_scores and select_groups do.
 
     >>> filter_groups([[1.0, 0.0], [3.0, 3.0]], "snr")
     [0]
     """
     check_name("filter", name, FILTERS)
-    options = dict(FILTERS[name])
+    options = FILTERS[name] | changes
     return select_groups(group_scores(rewards_PG, options.pop("metric")), **options)
 
 
@@ -193,3 +197,17 @@ def signal_ratio(scores_P: np.ndarray) -> float:
     if len(scores_P) < 2 or scores_P.mean() == 0:
         return float("nan")
     return float(scores_P.std(ddof=1) / scores_P.mean())
+
+
+def signal_reading(ratio: float) -> str:
+    """`signal_ratio` in words. Where the lines are drawn is ours: the paper has 1.2 as a case that a filter helps, and
+    0.3 as one that it hurts.
+
+    >>> signal_reading(1.2), signal_reading(0.3)
+    ('signal 1.20: a few groups hold it, a filter helps', 'signal 0.30: all groups hold it, a filter costs data')
+    """
+    if np.isnan(ratio):
+        return "no signal in any group"
+    if ratio >= 1:
+        return f"signal {ratio:.2f}: a few groups hold it, a filter helps"
+    return f"signal {ratio:.2f}: " + ("all groups hold it, a filter costs data" if ratio <= 0.5 else "uneven")

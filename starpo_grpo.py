@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -49,11 +50,12 @@ from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import diagnostics
 import envs as environments
 import llm
 import report
 import tiny
-from filtering import all_equal, dead_groups, filter_groups, group_scores
+from filtering import FILTERS, all_equal, dead_groups, filter_groups, group_scores, signal_ratio, signal_reading
 from generation import HFSampler, Sampled
 from llm import check_template, first_prompt, next_prompt, stop_tokens
 
@@ -83,6 +85,11 @@ PRESETS = {
     "rloo": {"estimator": "rloo", "aggregation": "seq-mean-token-sum"},
 }  # fmt: skip
 Preset = Literal["starpo", "starpo-s", "grpo", "dapo", "dr-grpo", "rloo"]
+
+
+Metric = Literal[
+    "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
+]  # fmt: skip
 
 
 @dataclass
@@ -148,7 +155,26 @@ class Args:
 
     # ---- filtering
     filter: Literal["none", "snr", "reference", "main-table", "top-k-25"] = "none"
-    """which groups are trained on, by the spread of their environment returns; the presets of filtering.py"""
+    """which groups are trained on; snr, the recommended one: as few as hold 0.9 of the variance of the returns"""
+    filter_metric: Metric | None = None
+    """what a group is ranked by, in place of the filter's own: spread, mean or sum of the returns of its members; mean
+    or spread of their entropies; mean of their lengths"""
+    filter_strategy: Literal["top_p", "top_k", "top_k_abs", "min_p"] | None = None
+    """how many are kept, in place of the filter's own: see select_groups in filtering.py"""
+    filter_value: float | None = None
+    """the p or k of the strategy, in place of the filter's own"""
+    filter_mode: Literal["linear", "softmax"] | None = None
+    """top_p over the scores or over their softmax, in place of the filter's own"""
+    filter_direction: Literal["largest", "smallest"] | None = None
+    """which end of the ranking is kept, in place of the filter's own: the largest"""
+    filter_include_zero: bool | None = None
+    """whether groups that score 0 compete too, in place of the filter's own"""
+    filter_eps: float | None = None
+    """taken off the threshold of top_p linear, in units of the score, in place of the filter's own"""
+    filter_reward: Literal["env", "total"] = "env"
+    """the return that a filter sees: the environment's, or with penalties, where form counts as a signal too"""
+    stop_empty: int = 5
+    """updates in a row without a group to keep that end the run; 0: never"""
     max_rollouts: int = 1
     """above 1: groups whose returns are all equal are replaced by newly sampled ones, in up to this many rollouts an
     update (dynamic sampling)"""
@@ -213,6 +239,28 @@ class Args:
     """autocast to bfloat16 in sampling and training; weights and optimizer stay in float32"""
     threads: int = 0
     """CPU threads of torch; 0: torch's own choice"""
+
+    # ---- diagnostics
+    diagnose_every: int = 5
+    """updates between measurements of H(Z|X) and I(X;Z), with one at the first update; 0: never"""
+    diagnose_pairs: int = 64
+    """prompts and thoughts drawn for them, each scored under each"""
+    regime_entropy: float = 0.5
+    """H(Z|X) is low below this share of what it was at the start"""
+    regime_mi: float = 0.5
+    """I(X;Z) is low below this share of what it was at the start"""
+    regime_floor: float = 0.05
+    """I(X;Z) is low, too, below this share of its bound ln N"""
+    probe_every: int = 0
+    """updates between measurements of the gradients by reward spread, with one at the first update; 0: never"""
+    probe_buckets: int = 6
+    """of groups, from the least spread to the largest"""
+    warn_spread: float = 0.1
+    """warn when the in-group spread of ten updates is below this share of that of the first ten; 0: off"""
+    warn_success: float = 0.01
+    """warn after five validations in a row with less success; 0: off"""
+    warn_repeats: float = 0.5
+    """warn when this share of the sampled tokens repeats one phrase; 0: off"""
 
     # ---- validation, checkpoints, logs
     val_every: int = 10
@@ -350,7 +398,7 @@ class Trajectory:
 
 
 # Streams of random numbers. Every draw has an address: (seed, stream, update, group, member, turn).
-START, CHANCE, SAMPLE, SHUFFLE = range(4)
+START, CHANCE, SAMPLE, SHUFFLE, DIAGNOSE = range(5)
 VAL_SEED = 123
 
 
@@ -481,12 +529,14 @@ def play_turn(env, trajectory: Trajectory, sampled: Sampled, tokenizer, turn: in
         trajectory.success = bool(info.get("success", False))
     trajectory.turns[-1] |= {
         "response": text,
+        "thinking": parsed.thinking,
         "actions": played,
         "reward": reward,
         "penalty": trajectory.penalties[-1],
         "valid": not malformed,
         "effective": effective,
         "tokens": len(sampled.token_ids),
+        "repeated": diagnostics.repeated_share(sampled.token_ids),
         "finish_reason": sampled.finish_reason,
         "info": {k: v for k, v in info.items() if isinstance(v, int | float)},
     }
@@ -733,16 +783,16 @@ POLICY_METRICS = (
 
 
 @torch.no_grad()
-def score(model, samples: list[Sample], args: Args, accelerator) -> list[torch.Tensor]:
-    """Log-probs (S,) of each sample under `model` as it is now."""
-    logprobs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+def score(model, samples: list[Sample], args: Args, accelerator, entropies: bool = False) -> list[torch.Tensor]:
+    """Log-probs (S,) of each sample under `model` as it is now; or the entropies at its tokens."""
+    scores: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for rows in microbatches([len(sample.ids) for sample in samples], args.microbatch_tokens):
         ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[i] for i in rows], accelerator.device)
         with accelerator.autocast():
-            logprobs_BS, _ = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
-        for i, row in zip(rows, logprobs_BS, strict=True):
-            logprobs[i] = row[: len(samples[i].ids) - 1]
-    return logprobs
+            scored = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
+        for i, row in zip(rows, scored[int(entropies)], strict=True):
+            scores[i] = row[: len(samples[i].ids) - 1]
+    return scores
 
 
 def sampler_gap(samples: list[Sample], logprobs: list[torch.Tensor]) -> dict[str, float]:
@@ -774,27 +824,27 @@ def skipped(state: dict, notes: dict[str, str], reason: str) -> dict[str, float]
     return {f"policy/{name}": float("nan") for name in POLICY_METRICS.split()}
 
 
-def optimise(
-    policy, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int, state: dict,
-    notes: dict[str, str], kept_share: float = 1.0,
-) -> dict[str, float]:  # fmt: skip
-    """One update of the policy: advantages, then epochs x minibatches of the clipped loss. Returns the metrics; `state`
-    counts steps, and `notes` says why a metric is NaN."""
-    device = accelerator.device
+@dataclass
+class Batch:
+    """The samples of some trajectories, and what is known of them before the first step: (S,) for each sample."""
+
+    samples: list[Sample]
+    samples_of: list[range]  # of each trajectory
+    old_logprobs: list[torch.Tensor]
+    ref_logprobs: list[torch.Tensor] | None
+    advantages: list[torch.Tensor]
+
+
+def assess(
+    policy, ref_policy, accelerator, trajectories: list[Trajectory], args: Args, kept_share: float = 1.0
+) -> Batch:
+    """Log-probs, and from the rewards the advantages."""
     samples = [sample for t in trajectories for sample in t.samples]
     ends = np.cumsum([len(t.samples) for t in trajectories])
     samples_of = [range(end - len(t.samples), end) for t, end in zip(trajectories, ends, strict=True)]
     # The ratio is taken against the trainer's own log-probs: a sampler's kernels differ, and it would not start at 1.
     old_logprobs = score(policy, samples, args, accelerator)
     ref_logprobs = score(ref_policy, samples, args, accelerator) if ref_policy is not None else None
-    metrics = sampler_gap(samples, old_logprobs)
-
-    sampled = [i for i, t in enumerate(trajectories) if t.num_tokens()]  # not those whose first prompt had no room
-    if not sampled:
-        notes["sampler/*"] = "nothing was sampled, or no group was kept"
-        return metrics | skipped(state, notes, notes["sampler/*"])
-
-    # ---- advantages
     rewards = turn_rewards(trajectories, args)
     if ref_logprobs is not None and args.kl_in == "reward":
         for i, t in enumerate(trajectories):
@@ -806,12 +856,55 @@ def optimise(
                 turns_S = np.full_like(turns_S, last) if args.reward_placement == "end" else turns_S.clip(max=last)
                 np.subtract.at(rewards[i], turns_S, args.kl_coef * kl_S)
     factors_B = advantage_factors(trajectories, kept_share, args)
-    advantages: list[torch.Tensor] = []  # (S,) of each sample
+    advantages: list[torch.Tensor] = []
     turn_advantages_B = turn_advantages(rewards, args.group_size, args)
     for t, per_turn, factor in zip(trajectories, turn_advantages_B, factors_B, strict=True):
         per_turn = torch.tensor([*(factor * per_turn), 0.0], dtype=torch.float32)  # 0: of a prompt without a turn
         advantages += [per_turn[s.turn_ids[1:]] * torch.tensor(s.loss_mask[1:]) for s in t.samples]
-    if not any(row.any() for row in advantages):
+    return Batch(samples, samples_of, old_logprobs, ref_logprobs, advantages)
+
+
+def policy_terms(
+    policy, batch: Batch, rows: list[int], ids_BT: torch.Tensor, attention_mask_BT: torch.Tensor,
+    loss_mask_BS: torch.Tensor, args: Args, num_tokens: float, num_sequences: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Clipped loss, entropy and KL of the samples `rows` (scalars), and statistics; all add up over microbatches."""
+    device = loss_mask_BS.device
+    old_logprobs_BS = pad_sequence([batch.old_logprobs[j] for j in rows], batch_first=True)
+    advantages_BS = pad_sequence([batch.advantages[j] for j in rows], batch_first=True).to(device)
+    logprobs_BS, entropies_BS = token_logprobs(policy, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
+    weights_BS = token_weights(loss_mask_BS, args.aggregation, num_tokens, num_sequences)
+    pg_loss, stats = policy_loss(
+        logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS, args.clip_low, args.clip_high, args.dual_clip,
+        args.aggregation, num_tokens, num_sequences,
+    )  # fmt: skip
+    entropy = (entropies_BS * weights_BS).sum()
+    mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
+    stats["policy/entropy"] = (entropies_BS * mean_BS).sum()
+    stats["policy/advantage_abs"] = (advantages_BS.abs() * mean_BS).sum()
+    kl = stats["policy/kl"] = torch.zeros((), device=device)
+    if batch.ref_logprobs is not None:
+        ref_logprobs_BS = pad_sequence([batch.ref_logprobs[j] for j in rows], batch_first=True)
+        kl_BS = kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator)
+        kl = (kl_BS * weights_BS).sum()
+        stats["policy/kl"] = (kl_BS * mean_BS).sum()
+    return pg_loss, entropy, kl, stats
+
+
+def optimise(
+    policy, ref_policy, optimizer, accelerator, trajectories: list[Trajectory], args: Args, update: int, state: dict,
+    notes: dict[str, str], kept_share: float = 1.0,
+) -> dict[str, float]:  # fmt: skip
+    """One update of the policy: advantages, then epochs x minibatches of the clipped loss. Returns the metrics; `state`
+    counts steps, and `notes` says why a metric is NaN."""
+    sampled = [i for i, t in enumerate(trajectories) if t.num_tokens()]  # not those whose first prompt had no room
+    if not sampled:
+        notes["sampler/*"] = "nothing was sampled, or no group was kept"
+        return sampler_gap([], []) | skipped(state, notes, notes["sampler/*"])
+    batch = assess(policy, ref_policy, accelerator, trajectories, args, kept_share)
+    samples, samples_of = batch.samples, batch.samples_of
+    metrics = sampler_gap(samples, batch.old_logprobs)
+    if not any(row.any() for row in batch.advantages):
         groups = len(trajectories) // args.group_size
         return metrics | skipped(state, notes, f"in each of the {groups} groups all returns are equal")
 
@@ -828,28 +921,10 @@ def optimise(
             totals: Counter = Counter()
             for picked in microbatches([len(samples[j].ids) for j in chosen], args.microbatch_tokens):
                 rows = [chosen[n] for n in picked]
-                ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[j] for j in rows], device)
-                old_logprobs_BS = pad_sequence([old_logprobs[j] for j in rows], batch_first=True)
-                advantages_BS = pad_sequence([advantages[j] for j in rows], batch_first=True).to(device)
-                logprobs_BS, entropies_BS = token_logprobs(
-                    policy, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature
+                ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[j] for j in rows], accelerator.device)
+                pg_loss, entropy, kl, stats = policy_terms(
+                    policy, batch, rows, ids_BT, attention_mask_BT, loss_mask_BS, args, num_tokens, num_sequences
                 )
-
-                weights_BS = token_weights(loss_mask_BS, args.aggregation, num_tokens, num_sequences)
-                pg_loss, stats = policy_loss(
-                    logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS, args.clip_low, args.clip_high,
-                    args.dual_clip, args.aggregation, num_tokens, num_sequences,
-                )  # fmt: skip
-                entropy = (entropies_BS * weights_BS).sum()
-                mean_BS = token_weights(loss_mask_BS, "token-mean", num_tokens)
-                stats["policy/entropy"] = (entropies_BS * mean_BS).sum()
-                stats["policy/advantage_abs"] = (advantages_BS.abs() * mean_BS).sum()
-                kl = stats["policy/kl"] = torch.zeros((), device=device)
-                if ref_logprobs is not None:
-                    ref_logprobs_BS = pad_sequence([ref_logprobs[j] for j in rows], batch_first=True)
-                    kl_BS = kl_loss(logprobs_BS, old_logprobs_BS, ref_logprobs_BS, args.kl_estimator)
-                    kl = (kl_BS * weights_BS).sum()
-                    stats["policy/kl"] = (kl_BS * mean_BS).sum()
                 loss = pg_loss - args.ent_coef * entropy
                 if args.kl_in == "loss":
                     loss = loss + args.kl_coef * kl
@@ -886,6 +961,39 @@ def optimise(
     return metrics
 
 
+def probe(policy, batch: Batch, trajectories: list[Trajectory], accelerator, args: Args, notes) -> dict[str, float]:
+    """grad_norm/<bucket>/...: how loud task, entropy bonus and KL are, each with its coefficient, in groups of little
+    and of much reward spread; bucket_1 has the least. Takes no step, draws nothing, leaves no gradient behind."""
+    spread_P = group_scores(returns_by_group(trajectories, args.group_size), "reward_std")
+    buckets = diagnostics.quantile_buckets(spread_P, args.probe_buckets)
+    with_kl = batch.ref_logprobs is not None and args.kl_in == "loss"
+    components = ["task", *(["entropy"] if args.ent_coef else []), *(["kl"] if with_kl else [])]
+    summed = replace(args, aggregation="token-mean")  # and a token count of 1: a sum over tokens
+
+    def backward(group: int, component: str) -> int:
+        members = range(group * args.group_size, (group + 1) * args.group_size)
+        rows = [j for i in members for j in batch.samples_of[i]]
+        for picked in microbatches([len(batch.samples[j].ids) for j in rows], args.microbatch_tokens):
+            chosen = [rows[n] for n in picked]
+            padded = pad([batch.samples[j] for j in chosen], accelerator.device)
+            pg_loss, entropy, kl, _ = policy_terms(policy, batch, chosen, *padded, summed, 1, 1)
+            terms = {"task": pg_loss, "entropy": -args.ent_coef * entropy, "kl": args.kl_coef * kl}
+            accelerator.backward(terms[component])
+        return sum(trajectories[i].num_tokens() for i in members)
+
+    recompute(policy, args.gradient_checkpointing)
+    metrics = diagnostics.bucket_gradients(list(policy.parameters()), backward, buckets, components)
+    recompute(policy, False)
+    named = {"all": list(range(len(spread_P)))} | {f"bucket_{b}": bucket for b, bucket in enumerate(buckets, start=1)}
+    for name, bucket in named.items():
+        spread = spread_P[bucket]
+        found = {"mean": spread.mean(), "min": spread.min(), "max": spread.max()}
+        metrics |= {f"{name}/reward_std_{what}": float(value) for what, value in found.items()}
+    if len(components) == 1:
+        notes["grad_norm/*/ratio"] = "neither an entropy bonus nor a KL loss is on: nothing to compare the task with"
+    return {f"grad_norm/{name}": value for name, value in metrics.items()}
+
+
 # ======================================================================================================================
 # 8  Metrics and screen
 # ======================================================================================================================
@@ -914,6 +1022,7 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         "cut_turns": mean([turn["finish_reason"] == "length" for turn in turns]),  # hit max_new_tokens
         "context_ended": mean([t.ended == "context" for t in trajectories]),
         "response_tokens": mean([turn["tokens"] for turn in turns]),
+        "repeated_share": mean([turn["repeated"] for turn in turns]),  # of its tokens, in one phrase over and over
         "trajectory_tokens": mean([sum(len(sample.ids) for sample in t.samples) for t in trajectories]),
     }
     if group_size > 1:
@@ -922,6 +1031,7 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         metrics |= {
             f"pass@{group_size}": mean(successes_PG.any(1)),
             "in_group_std": mean(returns_PG.std(1, ddof=1)),
+            "signal_ratio": signal_ratio(group_scores(returns_PG)),
             "dead_groups": mean(dead_groups(returns_PG)),  # whose returns are all equal
         }
     for name in sorted({name for turn in turns for name in turn["info"]} - {"success"}):
@@ -933,9 +1043,44 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
     return metrics
 
 
-def trajectory_record(trajectory: Trajectory, update: int, phase: str) -> dict:
-    keys = ("group", "member", "success", "ended", "rewards", "penalties", "turns")
-    return {"update": update, "phase": phase} | {key: getattr(trajectory, key) for key in keys}
+def trajectory_record(trajectory: Trajectory, update: int, phase: str, tokenizer) -> dict:
+    """What trajectories.jsonl keeps: texts, and each sample as text cut where trained tokens begin and end."""
+    keys = ("env", "group", "member", "success", "ended", "rewards", "penalties", "turns")
+    samples = []
+    for sample in trajectory.samples:
+        runs = groupby(zip(sample.ids, sample.loss_mask, strict=True), key=lambda token: bool(token[1]))
+        cut = [(trained, [token for token, _ in run]) for trained, run in runs]
+        samples.append([{"text": tokenizer.decode(ids), "trained": on, "tokens": len(ids)} for on, ids in cut])
+    return {"update": update, "phase": phase} | {key: getattr(trajectory, key) for key in keys} | {"samples": samples}
+
+
+def thinking_pairs(trajectories: list[Trajectory], tokenizer) -> list[list[diagnostics.Pair]]:
+    """For each trajectory its turns: the prompt that the sampler saw, and the thinking, both as token ids."""
+    pairs_B: list[list[diagnostics.Pair]] = [[] for _ in trajectories]
+    for pairs, t in zip(pairs_B, trajectories, strict=True):
+        for sample in t.samples:
+            sampled = [(n, turn) for n, turn in enumerate(sample.turn_ids) if sample.loss_mask[n]]
+            for _, run in groupby(sampled, key=lambda token: token[1]):
+                at = [n for n, _ in run]
+                thinking = diagnostics.thinking_span(tokenizer, sample.ids[at[0] : at[-1] + 1])
+                pairs.append(diagnostics.Pair(tuple(sample.ids[: at[0]]), tuple(thinking)))
+    return pairs_B
+
+
+def measure(
+    policy, trajectories: list[Trajectory], tokenizer, accelerator, args: Args, update: int, state: dict, notes: dict
+) -> dict[str, float | str]:
+    """diagnostics/...: how much the thinking depends on the prompt, and the regime; see diagnostics.py."""
+    with accelerator.autocast():
+        metrics, why = diagnostics.diagnose(
+            accelerator.unwrap_model(policy), thinking_pairs(trajectories, tokenizer), state["diagnostics"],
+            args.diagnose_pairs, args.temperature, args.microbatch_tokens, address(args.seed, DIAGNOSE, update),
+            args.regime_entropy, args.regime_mi, args.regime_floor,
+        )  # fmt: skip
+    notes |= why
+    if warning := diagnostics.collapse_warning(metrics, state["diagnostics"]):
+        notes["warning/template_collapse"] = warning
+    return metrics
 
 
 def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
@@ -943,6 +1088,7 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
         f"success {metrics['rollout/success']:.3f}  return {metrics['rollout/return']:+.2f}  "
         f"entropy {metrics['policy/entropy']:.3f}  {metrics['time/sampled_tokens_per_s']:.0f} tokens/s"
     )
+    line += f"  {signal_reading(metrics.get('rollout/signal_ratio', math.nan))}"
     return "  ".join([line, *(reason for name, reason in notes.items() if name.startswith("policy/"))])
 
 
@@ -1010,9 +1156,11 @@ def groups_of_each(args: Args) -> dict[str, int]:
 def check(args: Args, envs: list):
     """Refuses arguments that cannot work, before any model loads: the rule, the values, a remedy."""
     at_least_one = "num_groups epochs minibatch_size microbatch_tokens max_actions_per_turn max_new_tokens "
-    at_least_one += "sampler_tokens val_episodes max_turns max_actions save_every max_rollouts window"
+    at_least_one += "sampler_tokens val_episodes max_turns max_actions save_every max_rollouts window "
+    at_least_one += "diagnose_pairs probe_buckets"
     not_negative = "seed updates threads lr_warmup val_every keep_checkpoints log_trajectories "
-    not_negative += "ent_coef kl_coef weight_decay clip_high val_temperature"
+    not_negative += "diagnose_every probe_every stop_empty regime_entropy regime_mi regime_floor warn_spread "
+    not_negative += "warn_success warn_repeats ent_coef kl_coef weight_decay clip_high val_temperature"
     values = {name: getattr(args, name) for name in at_least_one.split()}
     rules = [
         (name, value is None or value >= 1, "must be at least 1; leave it out for the default")
@@ -1029,12 +1177,22 @@ def check(args: Args, envs: list):
         ("format_penalty", args.format_penalty <= 0, "is added to the return and must not be positive; try -0.1"),
         ("overlong_penalty", args.overlong_penalty <= 0, "is added to the return and must not be positive; try -1.0"),
         ("overlong_share", 0 <= args.overlong_share <= 1, "is a share of max_new_tokens, in [0, 1]; try 0.2"),
+        ("filter_value", args.filter_value is None or args.filter_value > 0, "must be above 0; try 0.9"),
+        ("filter_eps", args.filter_eps is None or args.filter_eps >= 0, "must not be negative; 0 turns it off"),
+        ("probe_every", args.probe_every == 0 or args.group_size > 1, "needs groups with a spread; try --group-size 8"),
         ("separator", bool(args.separator.strip()), "must not be blank; try '||'"),
         ("window", args.window is None or args.context != "full", "is read by --context window and turn; leave it out"),
     ]
     for name, holds, rule in rules:
         if not holds:
             refuse(f"{name} {rule} (got {getattr(args, name)!r})")
+    changes = filter_changes(args)
+    if args.filter == "none" and changes:
+        refuse(f"filter_{next(iter(changes))} changes a filter, and --filter is none; add --filter snr")
+    try:
+        filter_groups(np.arange(2.0 * args.group_size).reshape(2, -1), args.filter, **changes)
+    except ValueError as error:
+        refuse(f"--filter {args.filter} {changes}: {error}")
     given = environments.split_groups(args.env)
     if any(given.values()) and (not all(given.values()) or sum(given.values()) != args.num_groups):
         refuse(
@@ -1156,14 +1314,35 @@ def live_groups(trajectories: list[Trajectory], args: Args) -> list[int]:
     return live
 
 
-def kept_trajectories(trajectories: list[Trajectory], args: Args) -> list[Trajectory]:
-    """The trajectories of the groups that are trained on. Judged by the reward of the environment alone: a group that
-    differs only in its format penalties has nothing to teach about the task."""
-    returns_PG = returns_by_group(trajectories, args.group_size)
-    kept = live_groups(trajectories, args) if args.max_rollouts > 1 else list(range(len(returns_PG)))
-    if kept:
-        kept = [kept[i] for i in filter_groups(returns_PG[kept], args.filter)]
-    return [trajectories[p * args.group_size + g] for p in kept for g in range(args.group_size)]
+def filter_changes(args: Args) -> dict:
+    """What was given in the place of the options of --filter."""
+    names = ("metric", "strategy", "value", "mode", "direction", "include_zero", "eps")
+    given = {name: getattr(args, f"filter_{name}") for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def judged(policy, trajectories: list[Trajectory], accelerator, args: Args) -> np.ndarray:
+    """(P, G): what the filter ranks groups by. The environment's return, since a group that differs only in its format
+    penalties has nothing to teach about the task; or entropies (nats per token) or sampled tokens, by its metric."""
+    metric, groups = args.filter_metric or FILTERS[args.filter]["metric"], (-1, args.group_size)
+    if metric == "length":
+        return np.array([t.num_tokens() for t in trajectories], dtype=np.float64).reshape(groups)
+    if metric.startswith("entropy"):
+        sums = score(policy, [sample for t in trajectories for sample in t.samples], args, accelerator, entropies=True)
+        sums = iter([row.sum().item() for row in sums])
+        means = [sum(next(sums) for _ in t.samples) / max(t.num_tokens(), 1) for t in trajectories]
+        return np.array(means).reshape(groups)
+    if args.filter_reward == "total":
+        return np.array([math.fsum([*t.rewards, *t.penalties]) for t in trajectories]).reshape(groups)
+    return returns_by_group(trajectories, args.group_size)
+
+
+def kept_groups(judged_PG: np.ndarray, trajectories: list[Trajectory], args: Args) -> list[int]:
+    """The groups that are trained on, ascending; none is a valid answer."""
+    kept = live_groups(trajectories, args) if args.max_rollouts > 1 else list(range(len(judged_PG)))
+    if not kept:
+        return []
+    return [kept[i] for i in filter_groups(judged_PG[kept], args.filter, **filter_changes(args))]
 
 
 def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:
@@ -1224,8 +1403,9 @@ def main(args: Args):
         refuse(f"--model {args.model}: {error}")
 
     # ---- run folder
-    counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row seconds"
-    state = dict.fromkeys(counters.split(), 0)  # in every checkpoint, together with the optimizer
+    counters = "update optimizer_steps tokens skipped_updates nonfinite_in_a_row empty_in_a_row seconds"
+    # In every checkpoint, together with the optimizer.
+    state = dict.fromkeys(counters.split(), 0) | {"diagnose_seconds": 0.0, "diagnostics": {}, "warnings": {}}
     run_dir.mkdir(parents=True, exist_ok=True)
     if latest:
         saved = torch.load(latest / "trainer.pt", weights_only=True, map_location=accelerator.device)
@@ -1246,7 +1426,7 @@ def main(args: Args):
     tracker = report.start_tracking(run_dir, args.wandb_project, asdict(args), console) if args.track else None
     print_header(args, probes, policy, run_dir)
 
-    stopping = []
+    stopping, gave_up = [], ""
 
     def on_interrupt(signum, frame):
         if stopping:
@@ -1277,14 +1457,39 @@ def main(args: Args):
                 sampled_tokens = sum(t.num_tokens() for t in trajectories)
                 metrics["time/rollout"] = time.time() - update_started
                 for trajectory in trajectories[: args.log_trajectories]:
-                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "train"))
+                    record = trajectory_record(trajectory, update, "train", tokenizer)
+                    report.append_line(run_dir / "trajectories.jsonl", record)
                 if args.show_trajectory and update == max(first_update, 1):
                     report.print_trajectory(trajectories[0], tokenizer, console)
 
+                # ---- diagnose, before anything is left out or learnt
+                if args.diagnose_every and (update == 1 or update % args.diagnose_every == 0):
+                    diagnose_started = time.time()
+                    metrics |= measure(policy, trajectories, tokenizer, accelerator, args, update, state, notes)
+                    metrics["time/diagnostics"] = time.time() - diagnose_started
+                    state["diagnose_seconds"] += metrics["time/diagnostics"]
+                if args.probe_every and (update == 1 or update % args.probe_every == 0):
+                    probe_started = time.time()
+                    batch = assess(policy, ref_policy, accelerator, trajectories, args)
+                    metrics |= probe(policy, batch, trajectories, accelerator, args, notes)
+                    metrics["time/probe"] = time.time() - probe_started
+
                 # ---- filter, optimise
                 train_started = time.time()
-                kept = kept_trajectories(trajectories, args)
+                judged_PG = judged(policy, trajectories, accelerator, args)
+                kept_P = kept_groups(judged_PG, trajectories, args)
+                kept = [trajectories[p * args.group_size + g] for p in kept_P for g in range(args.group_size)]
                 metrics["rollout/kept_share"] = len(kept) / len(trajectories)
+                metrics["rollout/kept_in_group_std"] = mean(
+                    returns_by_group(kept, args.group_size).std(1, ddof=1) if kept and args.group_size > 1 else []
+                )
+                state["empty_in_a_row"] = 0 if kept else state["empty_in_a_row"] + 1
+                if args.stop_empty and state["empty_in_a_row"] >= args.stop_empty:
+                    gave_up = (
+                        f"no group was kept in {state['empty_in_a_row']} updates in a row: in each, all members fared "
+                        "alike, so there is nothing to learn from. Try a task that is solved now and then "
+                        "(easier --env-options, a better --model), larger --group-size, or --filter none"
+                    )
                 metrics |= optimise(
                     policy, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
                     kept_share=metrics["rollout/kept_share"],
@@ -1297,14 +1502,15 @@ def main(args: Args):
             metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
 
             # ---- validate
-            if args.val_every and (update % args.val_every == 0 or update == args.updates):
+            if args.val_every and (update % args.val_every == 0 or update == args.updates or gave_up):
                 val_started = time.time()
                 sampler.sync(accelerator.unwrap_model(policy))
                 episodes = validate(val_envs, sampler, tokenizer, args)
                 metrics |= rollout_metrics(episodes, 1, "val/")
                 metrics["time/val"] = time.time() - val_started
                 for trajectory in episodes[: args.log_trajectories]:
-                    report.append_line(run_dir / "trajectories.jsonl", trajectory_record(trajectory, update, "val"))
+                    record = trajectory_record(trajectory, update, "val", tokenizer)
+                    report.append_line(run_dir / "trajectories.jsonl", record)
                 success = metrics["val/success"]
                 progress.print(
                     f"update {update}: validation success [bold]{success:.3f}[/] of {len(episodes)} episodes"
@@ -1313,19 +1519,26 @@ def main(args: Args):
             # ---- log, save
             state |= {"update": update, "seconds": time.time() - started}
             metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
+            if "time/diagnostics" in metrics:
+                metrics["time/diagnostics_share"] = state["diagnose_seconds"] / state["seconds"]
+            thresholds = (args.warn_spread, args.warn_success, args.warn_repeats)
+            alarms = diagnostics.early_warnings(metrics, state["warnings"], *thresholds)
+            notes |= {f"warning/{name}": line for name, line in alarms.items()}
             report.append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
             if tracker:
                 tracker.log(metrics, step=update)
             if update > 0:
                 status = status_line(metrics, notes)
                 progress.update(task, completed=update, status=status)
-                if progress.disable or notes:
+                if progress.disable or any(name.startswith("policy/") for name in notes):
                     progress.print(f"update {update}/{args.updates} {status}")
-            if update == args.updates or stopping or (update > 0 and update % args.save_every == 0):
+            for line in (line for name, line in notes.items() if name.startswith("warning/")):
+                progress.print(Text(f"update {update}: {line}", style="yellow"))
+            if update == args.updates or stopping or gave_up or (update > 0 and update % args.save_every == 0):
                 trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
                 model = accelerator.unwrap_model(policy)
                 report.save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
-            if stopping:
+            if stopping or gave_up:
                 break
 
     signal.signal(signal.SIGINT, previous_handler)
@@ -1333,6 +1546,8 @@ def main(args: Args):
     if tracker:
         tracker.finish()
     report.curves(run_dir)
+    if gave_up:
+        console.print(Text(gave_up, style="red"), soft_wrap=True)
     if stopping and update < args.updates:
         message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:
