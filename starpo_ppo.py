@@ -1501,8 +1501,15 @@ def live_groups(trajectories: list[Trajectory], args: Args) -> list[int]:
 
 def filter_changes(args: Args) -> dict:
     """What was given in the place of the options of --filter."""
-    names = ("metric", "strategy", "value", "mode", "direction", "include_zero", "eps")
-    given = {name: getattr(args, f"filter_{name}") for name in names}
+    given = {
+        "metric": args.filter_metric,
+        "strategy": args.filter_strategy,
+        "value": args.filter_value,
+        "mode": args.filter_mode,
+        "direction": args.filter_direction,
+        "include_zero": args.filter_include_zero,
+        "eps": args.filter_eps,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -1646,6 +1653,8 @@ def main(args: Args):
                 sampler.sync(sampler.model)  # drops the kept keys and values: their memory is the optimiser's now
                 metrics |= rollout_metrics(trajectories, args.group_size, "rollout/")
                 metrics["rollout/groups"] = len(trajectories) // args.group_size
+                for key in [key for key in metrics if key.endswith("signal_ratio") and math.isnan(metrics[key])]:
+                    notes[key] = "no group has a spread, or there is only one group"
                 sampled_tokens = sum(t.num_tokens() for t in trajectories)
                 metrics["time/rollout"] = time.time() - update_started
                 for trajectory in trajectories[: args.log_trajectories]:
@@ -1675,6 +1684,8 @@ def main(args: Args):
                 metrics["rollout/kept_in_group_std"] = mean(
                     returns_by_group(kept, args.group_size).std(1, ddof=1) if kept and args.group_size > 1 else []
                 )
+                if math.isnan(metrics["rollout/kept_in_group_std"]):
+                    notes["rollout/kept_in_group_std"] = "no group was kept, or groups have one member"
                 state["empty_in_a_row"] = 0 if kept else state["empty_in_a_row"] + 1
                 if args.stop_empty and state["empty_in_a_row"] >= args.stop_empty:
                     gave_up = (
@@ -1737,15 +1748,17 @@ def main(args: Args):
 
     signal.signal(signal.SIGINT, previous_handler)
     sampler.close()
-    if tracker:
-        tracker.finish()
     report.curves(run_dir)
+    page = report.page([run_dir])
+    if tracker:
+        report.track_page(tracker, page)
+        tracker.finish()
     if gave_up:
         console.print(Text(gave_up, style="red"), soft_wrap=True)
     if stopping and update < args.updates:
         message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:
-        message = f"done in {(time.time() - started) / 60:.1f} minutes: {run_dir}/curves.png"
+        message = f"done in {(time.time() - started) / 60:.1f} minutes: {page}"
     console.print(message, markup=False, soft_wrap=True, highlight=False)
 
 

@@ -211,9 +211,16 @@ REFUSED = [
     ("--window 2", "window is read by --context window and turn; leave it out (got 2)"),
     ("--context turn --window 0", "window must be at least 1"),
     ("--overlong-share 2", "overlong_share is a share of max_new_tokens"),
+    ("--filter-value 0.5", "filter_value changes a filter, and --filter is none; add --filter snr"),
+    ("--filter snr --filter-value 2", "top_p needs a value in (0, 1], not 2.0; for a number of groups use top_k_abs"),
+    ("--filter snr --filter-strategy top_k_abs --filter-value 1.5", "top_k_abs needs a whole value"),
+    ("--diagnose-every -1", "diagnose_every must not be negative"),
+    ("--diagnose-pairs 0", "diagnose_pairs must be at least 1"),
+    ("--probe-every 5 --probe-buckets 0", "probe_buckets must be at least 1"),
 ]
 REFUSED_PPO = [
     ("--group-size 1 --filter snr", "must be 2 or more to compare members"),
+    ("--group-size 1 --probe-every 5", "probe_every needs groups with a spread"),
     ("--gamma 1.5", "gamma must be in [0, 1]"),
     ("--critic-learning-rate 0", "critic_learning_rate must be above 0"),
 ]
@@ -281,6 +288,8 @@ def test_resumed_run_equals_one_never_stopped_with_other_switches(script, option
 
 
 SWITCHES = [
+    "--env sokoban --filter snr --filter-metric entropy --filter-direction smallest --diagnose-every 1",
+    "--env sokoban --filter top-k-25 --filter-metric length --filter-value 0.5 --filter-reward total --context turn",
     "--context window --window 2",
     "--context turn --window 2 --reward-placement turn",
     "--env frozen_lake:1 SlipperyFrozenLake:1 --num-groups 2",
@@ -310,6 +319,86 @@ def test_switches_run_and_log_the_same_names_at_every_update(script, options, mo
         assert missing <= {note.split("/")[0] for note in record.get("notes", {})}, record
 
 
+IMPORTS = "import gymnasium\nfrom gymnasium.spaces import Text\n"
+
+
+def without(records, *prefixes):
+    return [{k: v for k, v in record.items() if k != "notes" and not k.startswith(prefixes)} for record in records]
+
+
+def test_measuring_changes_nothing_in_the_run_that_follows(script, finished, model_folder, tmp_path, monkeypatch):
+    """Neither the gradient probe nor the diagnostics draw a random number, take a step or leave a gradient."""
+    options = ["--diagnose-every", 0, "--probe-every", 1, "--probe-buckets", 2]
+    records = run_here(script, ["--model", model_folder, *options], tmp_path, monkeypatch)
+    measured = lines_without_times(finished[0])
+    assert without(records, "grad_norm/") == without(measured, "diagnostics/")
+    assert [r["update"] for r in measured if "diagnostics/regime" in r] == [1]
+    assert all(r["grad_norm/bucket_2/task"] is not None for r in records[1:])
+    weights = [only_run(tmp_path) / "checkpoints/4/model.safetensors", finished[0] / "checkpoints/4/model.safetensors"]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_resumed_run_goes_on_with_averages_and_start_of_the_diagnostics(script, model_folder, tmp_path, monkeypatch):
+    options = ["--model", model_folder, "--diagnose-every", 1, "--probe-every", 3, "--env", "sokoban"]
+    records = run_here(script, options, tmp_path, monkeypatch)
+    run_dir, module = only_run(tmp_path), SCRIPTS[script]
+    shutil.rmtree(run_dir / "checkpoints" / "4")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    module.main(module.parse_args(["--resume", str(run_dir)]))
+    assert lines_without_times(run_dir) == records
+    names = [{name for name in record if name.startswith("diagnostics/")} for record in records[1:]]
+    assert names[0] == names[1] == names[2] == names[3] and len(names[0]) > 50
+    assert "grad_norm/all/task" in records[3] and "grad_norm/all/task" not in records[2]
+
+
+FLAT = (
+    IMPORTS
+    + '''
+class Flat(gymnasium.Env):
+    """Whatever is said pays nothing."""
+    instruction, actions, max_turns, max_actions = "Say anything.", None, 1, 1
+    action_space = observation_space = Text(100)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return str(self.np_random.integers(100)), {}
+
+    def step(self, action):
+        return "", 0.0, True, False, {"success": False}
+'''
+)
+
+
+def test_five_updates_without_a_group_to_keep_end_the_run(script, model_folder, tmp_path, monkeypatch, capsys):
+    (tmp_path / "flat.py").write_text(FLAT)
+    options = ["--env", "flat.py:Flat", "--model", model_folder, "--filter", "snr", "--updates", 9, "--save-every", 3]
+    records = run_here(script, options, tmp_path, monkeypatch)
+    run_dir, module = only_run(tmp_path), SCRIPTS[script]
+    # A skipped update keeps its validation (every 2) and checkpoint (every 3), and the last one has both.
+    assert [r["update"] for r in records if "val/success" in r] == [0, 2, 4, 5]
+    assert [r["rollout/kept_share"] for r in records[1:]] == [0.0] * 5
+    assert [r["total/skipped_updates"] for r in records] == [0, 1, 2, 3, 4, 5]
+    assert records[-1]["rollout/signal_ratio"] is None and records[-1]["total/optimizer_steps"] == 0
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["3", "5"]
+    output = " ".join(capsys.readouterr().out.split())
+    assert "no group was kept in 5 updates in a row" in output and "--filter none" in output
+    # The count is part of a checkpoint: after three, two more end it.
+    shutil.rmtree(run_dir / "checkpoints" / "5")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    module.main(module.parse_args(["--resume", str(run_dir)]))
+    assert lines_without_times(run_dir) == records
+
+
+def test_stop_for_want_of_groups_can_be_turned_off(script, model_folder, tmp_path, monkeypatch):
+    (tmp_path / "flat.py").write_text(FLAT)
+    options = "--env flat.py:Flat --filter snr --updates 6 --stop-empty 0 --no-think --model".split()
+    records = run_here(script, [*options, model_folder], tmp_path, monkeypatch)
+    assert len(records) == 7
+    # No thought was asked for: a reason, not a gap.
+    assert records[1]["diagnostics/first_turn/mi_seq_estimate"] is None and records[1]["diagnostics/regime"] is None
+    assert "valid thoughts" in records[1]["notes"]["diagnostics/first_turn/*"]
+
+
 def test_tracking_works_offline_without_account(model_folder, tmp_path):
     pytest.importorskip("wandb")
     code, output = run("starpo_ppo", *SMALL, "--model", model_folder, "--updates", 1, "--track", cwd=tmp_path)
@@ -317,10 +406,9 @@ def test_tracking_works_offline_without_account(model_folder, tmp_path):
     assert list(only_run(tmp_path).glob("wandb/offline-run-*"))
 
 
-ECHO = '''
-import gymnasium
-from gymnasium.spaces import Text
-
+ECHO = (
+    IMPORTS
+    + '''
 class Echo(gymnasium.Env):
     """Say the word back."""
     instruction, actions, max_turns, max_actions = "Repeat the word.", None, 2, 2
@@ -335,6 +423,7 @@ class Echo(gymnasium.Env):
         done = action == self.word
         return self.word, float(done), done, False, {"success": done}
 '''
+)
 
 
 def test_environment_from_a_file(model_folder, tmp_path, capsys):
