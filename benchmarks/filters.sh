@@ -30,4 +30,4 @@ for seed in 1 2 3; do
         done
     done
 done | xargs -P 2 -L 1 bash -c 'run "$@"' run
-python benchmarks/table.py "$root"
+python benchmarks/signals.py --seeds "$root"

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Template collapse, made on purpose and by this one command: a tiny model that plays FrozenLake well, so that in most
+# groups of two both members fare alike, goes on under an entropy bonus a hundred times the usual; without and with
+# --filter snr, three seeds, one optimizer step an update in both. Then docs/collapse.png, and a page about all runs.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root="${1:-runs/collapse}"
+
+[ -e "$root"/start/*/checkpoints/40 ] || python starpo_grpo.py --run-root "$root/start"
+start=$(echo "$root"/start/*/checkpoints/40)
+
+run() {
+    root=$1 start=$2 seed=$3 filter=$4
+    folder="$root/$filter-$seed"
+    [ -e "$folder"/*/curves.png ] && return
+    rm -rf "$folder" && mkdir -p "$folder"
+    OMP_NUM_THREADS=1 python starpo_grpo.py --model "$start" --seed "$seed" --filter "$filter" --ent-coef 0.1 --threads 1 \
+        --group-size 2 --num-groups 32 --minibatch-size 64 --max-new-tokens 24 --learning-rate 5e-4 --updates 40 \
+        --val-every 20 --run-root "$folder" > "$folder/log.txt" 2>&1 || echo "failed: $folder/log.txt"
+}
+export -f run
+
+for seed in 1 2 3; do
+    for filter in none snr; do
+        echo "$root $start $seed $filter"
+    done
+done | xargs -P 2 -L 1 bash -c 'run "$@"' run
+python benchmarks/signals.py "$root"/none-* "$root"/snr-*
+python benchmarks/figure.py docs/collapse.png "$root"/none-*/* "$root"/snr-*/*
+python report.py "$root"/none-*/* "$root"/snr-*/*
