@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jinja2
 import numpy as np
 import torch
 import tyro
@@ -583,53 +584,81 @@ class Args:
     """weights in bfloat16"""
 
 
-def first_key(record: dict, *names: str):
-    return next((record[name] for name in names if record.get(name) is not None), None)
+PROMPTS = ("prompt_ids", "prompt", "input")
+RESPONSES = ("response_ids", "completion_ids", "response", "completion", "output")
 
 
-def read_pair(record: dict, tokenizer, span: str) -> Pair:
-    """The pair of one line. Token ids are taken as they are; text is encoded, a list of messages is rendered by the
-    chat template. Raises: ValueError that says what is missing."""
-    prompt = first_key(record, "prompt_ids", "prompt", "input")
-    response = first_key(record, "response_ids", "completion_ids", "response", "completion", "output")
+def is_chat(value) -> bool:
+    return isinstance(value, list) and any(isinstance(message, dict) for message in value)
+
+
+def content(message: dict) -> str:
+    """The text of a message, whose content may be a list of parts."""
+    parts = message.get("content") or ""
+    return parts if isinstance(parts, str) else "".join(part.get("text") or "" for part in parts)
+
+
+def read_pairs(record: dict, tokenizer, span: str) -> list[Pair]:
+    """The pairs of one line: one, or of a conversation one for each message of the assistant.
+
+    Token ids are taken as they are, text is encoded, messages are rendered by the chat template, each prompt with all
+    messages before it. Raises: ValueError that says what is missing.
+    """
+    prompt = next((record[name] for name in PROMPTS if record.get(name) is not None), None)
+    response = next((record[name] for name in RESPONSES if record.get(name) is not None), None)
     if prompt is None or response is None:
-        raise ValueError(f"needs prompt_ids, prompt or input, and response or the like; has {', '.join(record)}")
-    if isinstance(response, list) and response and isinstance(response[0], dict):
-        response = "".join(message.get("content") or "" for message in response)
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    if isinstance(response, str):
-        if span == "think":
-            opening, tag, rest = response.partition("<think>")
-            if tag and isinstance(prompt, str):
-                prompt, response = prompt + opening + tag, rest
-            elif tag:
-                prompt = prompt + tokenizer.encode(opening + tag, add_special_tokens=False)
-                response = rest
-            response = response.partition("</think>")[0].rstrip() if "</think>" in response else ""
-        thinking = tokenizer.encode(response, add_special_tokens=False)
-    else:
+        raise ValueError(
+            f"has {', '.join(record)}; needs one of {', '.join(PROMPTS)} and one of {', '.join(RESPONSES)}"
+        )
+    if not is_chat(response):
+        return [read_pair(prompt, response, tokenizer, span)]
+    history = prompt if is_chat(prompt) else [{"role": "user", "content": prompt}]
+    return [
+        read_pair([*history, *response[:n]], content(message), tokenizer, span)
+        for n, message in enumerate(response)
+        if message.get("role") == "assistant"
+    ]
+
+
+def read_pair(prompt, response, tokenizer, span: str) -> Pair:
+    if is_chat(prompt):
+        messages = [{"role": message.get("role"), "content": content(message)} for message in prompt]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if not isinstance(response, str):
         thinking = thinking_span(tokenizer, response) if span == "think" else response
+    elif span == "response":
+        thinking = encoded(response, tokenizer)
+    else:
+        # A prompt that has no opening tag yet gets the one that the response begins with.
+        opening, tag, rest = response.partition("<think>")
+        if tag:
+            prompt = prompt + (opening + tag if isinstance(prompt, str) else encoded(opening + tag, tokenizer))
+        thought, closed, _ = (rest if tag else response).partition("</think>")
+        thinking = encoded(thought.rstrip(), tokenizer) if closed and thought.strip() else []
     if isinstance(prompt, str):
-        prompt = tokenizer.encode(prompt, add_special_tokens=False)
+        prompt = encoded(prompt, tokenizer)
     return Pair(tuple(prompt), tuple(thinking))
+
+
+def encoded(text: str, tokenizer) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def read_rollouts(file: str, tokenizer, span: str) -> list[list[Pair]]:
     """The turns of each trajectory. Lines with one "trajectory" (any value) belong together; without it, each line is a
-    trajectory of one turn. Raises: ValueError that names file and line."""
-    trajectories: dict = {}
-    for number, line in enumerate(Path(file).read_text().splitlines(), start=1):
+    trajectory of its own. Raises: ValueError that names file and line."""
+    trajectories: dict[str, list[Pair]] = {}
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("is no JSON object")
-            pair = read_pair(record, tokenizer, span)
-        except ValueError as error:
+            pairs = read_pairs(record, tokenizer, span)
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise ValueError(f"{file} line {number}: {error}") from error
-        trajectories.setdefault(str(record.get("trajectory", f"line {number}")), []).append(pair)
+        trajectories.setdefault(str(record.get("trajectory", f"line {number}")), []).extend(pairs)
     return list(trajectories.values())
 
 
@@ -679,7 +708,8 @@ def main(args: Args):
     for name, title in {"first_turn": "first turns", "trajectory": "any turn"}.items():
         table = Table("", *(Path(file).name for file in args.rollouts), title=title)
         for label, key in ROWS.items():
-            table.add_row(label, *(f"{metrics[f'diagnostics/{name}/{key}']:.3f}" for metrics in columns))
+            digits = 0 if key.startswith("num_") else 3
+            table.add_row(label, *(f"{metrics[f'diagnostics/{name}/{key}']:.{digits}f}" for metrics in columns))
         console.print(table)
     for file, metrics in zip(args.rollouts, columns, strict=True):
         console.print(f"{file}: {metrics['diagnostics/regime']}", markup=False, soft_wrap=True)
