@@ -15,8 +15,8 @@ run() {
     [ -e "$folder"/*/curves.png ] && return
     rm -rf "$folder" && mkdir -p "$folder"
     OMP_NUM_THREADS=1 python starpo_grpo.py --model "$start" --seed "$seed" --filter "$filter" --ent-coef 0.1 --threads 1 \
-        --group-size 2 --num-groups 32 --minibatch-size 64 --max-new-tokens 24 --learning-rate 5e-4 --updates 40 \
-        --val-every 20 --run-root "$folder" > "$folder/log.txt" 2>&1 || echo "failed: $folder/log.txt"
+        --group-size 2 --num-groups 32 --minibatch-size 64 --max-new-tokens 24 --learning-rate 5e-4 --updates 30 \
+        --val-every 30 --run-root "$folder" > "$folder/log.txt" 2>&1 || echo "failed: $folder/log.txt"
 }
 export -f run
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 import filtering
-from filtering import FILTERS, dead_groups, filter_groups, group_scores, select_groups, signal_ratio
+from filtering import FILTERS, dead_groups, filter_groups, group_scores, select_groups, signal_ratio, signal_reading
 
 # Five groups of four. Group 2: deviations 8.675, -2.725, -2.725, -3.225 from 2.225, so a variance of 100.5075 / 3.
 FIVE = [[1, 0, 1, 0], [0, 0, 0, 0], [10.9, -0.5, -0.5, -1], [1, 1, 1, 1], [0, 0, 0, 1]]
@@ -102,6 +102,43 @@ def test_group_scores_spread_ignores_a_shift_and_the_order_of_members(tenths_PG,
         scores_P = group_scores(tenths_PG / 10, metric)
         assert group_scores(tenths_PG / 10 + shift / 10, metric) == pytest.approx(scores_P, rel=1e-9, abs=0)
         assert group_scores(np.array(shuffled_PG) / 10, metric) == pytest.approx(scores_P, rel=1e-9, abs=0)
+
+
+def test_group_scores_of_entropies_and_lengths_are_means_and_spreads():
+    # Deviations 1 and -1 from 3: variance 2. The second group does not vary.
+    tokens_PG = [[2, 4], [5, 5]]
+    assert group_scores(tokens_PG, "length").tolist() == group_scores(tokens_PG, "entropy").tolist() == [3, 5]
+    assert group_scores(tokens_PG, "entropy_variance") == pytest.approx([2, 0])
+    assert group_scores(tokens_PG, "entropy_std") == pytest.approx([math.sqrt(2), 0])
+    for metric in ("entropy_variance", "entropy_std"):
+        with pytest.raises(ValueError, match=f"{metric} needs a group_size of at least 2"):
+            group_scores([[1.0]], metric)
+
+
+def test_filter_groups_takes_other_options_in_place_of_its_own():
+    # Variances 1/3, 0, 33.5, 0, 0.25: the largest holds 0.98 of their sum.
+    assert filter_groups(FIVE, "snr") == [2]
+    assert filter_groups(FIVE, "snr", value=0.99) == [0, 2]
+    assert filter_groups(FIVE, "snr", direction="smallest") == [0, 2, 4]
+    # Means 0.5, 0, 2.225, 1, 0.25: the two largest hold 0.81 of their sum, three 0.94.
+    assert filter_groups(FIVE, "snr", metric="reward", value=0.8) == [2, 3]
+    assert filter_groups(FIVE, "snr", metric="reward") == [0, 2, 3]
+    assert filter_groups(FIVE, "snr", metric="reward", strategy="top_k_abs", value=1, direction="smallest") == [4]
+    assert FILTERS["snr"] == {"metric": "reward_variance", "strategy": "top_p", "value": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (math.nan, "no signal in any group"),
+        (0.3, "signal 0.30: all groups hold it, a filter costs data"),
+        (0.5, "signal 0.50: all groups hold it, a filter costs data"),
+        (0.7, "signal 0.70: uneven"),
+        (1.0, "signal 1.00: a few groups hold it, a filter helps"),
+    ],
+)
+def test_signal_reading(ratio, words):
+    assert signal_reading(ratio) == words
 
 
 # -------------------------------------------------------------------------------------------- select_groups: examples
