@@ -46,6 +46,8 @@ from rich.text import Text
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
+import llm
+
 Regime = Literal["diverse", "template_collapse", "compressed", "low_entropy_collapse"]
 TOP_K = (2, 4, 8)
 METRICS = (
@@ -128,7 +130,7 @@ def collapse_metrics(
         "mi_zscore_seq": (seq_gain_N / (seq_marginal_N.std() + std_eps)).mean(),
     }
     # Of equal scores each takes a place by lot: the chance that the own one is among the first k.
-    tied_NP = np.isclose(per_token_NP, matched_N[:, None], rtol=1e-9, atol=0)
+    tied_NP = np.isclose(per_token_NP, matched_N[:, None], rtol=0, atol=1e-6)  # a scorer's float32 is no finer
     better_N, tied_N = ((per_token_NP > matched_N[:, None]) & ~tied_NP).sum(1), tied_NP.sum(1)
     for k in (1, *TOP_K):
         k_eff, suffix = min(k, num_prompts), "" if k == 1 else f"@{k}"
@@ -210,7 +212,9 @@ def cross_logprobs(
     prompt and itself alone. `max_tokens` bounds prompts x (prompt + pack) tokens of a forward pass, and so its memory.
     Raises: ValueError for an empty prompt or response, and for a model without full attention in every layer.
     """
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
+    config = model.config.get_text_config()
+    windowed = getattr(config, "sliding_window", None) is not None
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"scoring needs full attention in every layer; {type(model).__name__} has {sorted(kinds)}")
     if not all(map(len, prompts)) or not all(map(len, responses)):
@@ -296,17 +300,23 @@ def thinking_span(tokenizer, response_ids: list[int]) -> list[int]:
     `response_ids` begin after the opening tag. A token in which the thought ends and the tag begins is the tag's.
     """
 
-    def text(n: int) -> str:
-        return tokenizer.decode(response_ids[:n], clean_up_tokenization_spaces=False)
-
-    closed = bisect.bisect_left(range(len(response_ids) + 1), True, key=lambda n: "</think>" in text(n))
+    closed = tokens_with(tokenizer, response_ids, "</think>")
     if closed > len(response_ids):
         return []
-    thought, _, _ = text(closed).partition("</think>")
+    thought, _, _ = decoded(tokenizer, response_ids[:closed]).partition("</think>")
     end = closed
-    while len(text(end)) > len(thought):
+    while len(decoded(tokenizer, response_ids[:end])) > len(thought):
         end -= 1
-    return list(response_ids[:end]) if text(end).strip() else []
+    return list(response_ids[:end]) if thought.strip() else []
+
+
+def tokens_with(tokenizer, ids: list[int], tag: str) -> int:
+    """How many of the first tokens it takes to spell `tag`; len(ids) + 1 where it does not occur."""
+    return bisect.bisect_left(range(len(ids) + 1), True, key=lambda n: tag in decoded(tokenizer, ids[:n]))
+
+
+def decoded(tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 @dataclass
@@ -334,21 +344,25 @@ def draw_any_turns(pairs_B: list[list[Pair]], num_pairs: int, seed: int) -> list
     return [turns[int(v * len(turns))] for turns, v in chosen if turns]
 
 
-def score_pairs(model, pairs: list[Pair], temperature: float, max_tokens: int) -> dict[str, float]:
-    """`collapse_metrics` of these pairs under each other's prompts; equal prompts and responses are scored once."""
+def score_pairs(model, pairs: list[Pair], temperature: float, max_tokens: int) -> tuple[dict[str, float], str]:
+    """`collapse_metrics` of these pairs under each other's prompts, equal prompts and responses scored once; and why
+    they are NaN, or ""."""
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     responses = list(dict.fromkeys(pair.thinking for pair in pairs))
-    scored = len(prompts) > 1
-    scores_NP = np.zeros((len(responses), len(prompts)))
-    if scored:
+    lengths_N = [len(pair.thinking) for pair in pairs]
+    own_column_N = [prompts.index(pair.prompt) for pair in pairs]
+    reason = ""
+    if len(prompts) < 2:
+        reason = f"needs thoughts after at least 2 different prompts; {len(pairs)} were closed, after {len(prompts)}"
+    else:
         scores_NP = cross_logprobs(model, prompts, responses, temperature, max_tokens)
-    row_of = {thinking: n for n, thinking in enumerate(responses)}
-    column_of = {prompt: p for p, prompt in enumerate(prompts)}
-    return collapse_metrics(
-        scores_NP[[row_of[pair.thinking] for pair in pairs]].reshape(len(pairs), len(prompts)),
-        [len(pair.thinking) for pair in pairs],
-        [column_of[pair.prompt] for pair in pairs],
-    )
+        scores_NP = scores_NP[[responses.index(pair.thinking) for pair in pairs]]
+        if not np.isfinite(scores_NP).all():
+            reason = "the model gave a log-prob that is not finite"
+    if reason:
+        counts = {"num_responses": float(len(pairs)), "num_prompts": float(len(prompts))}
+        return dict.fromkeys(METRICS, float("nan")) | counts, reason
+    return collapse_metrics(scores_NP, lengths_N, own_column_N), ""
 
 
 def diagnose(
@@ -359,7 +373,7 @@ def diagnose(
 
     first_turn/ scores first turns, whose prompts a group shares; trajectory/ any turn of a trajectory. The regime is
     that of first_turn/. Which pairs are drawn depends on `seed`. `state` lives through the run and its checkpoints: the
-    start that the regime is judged against, and the moving averages.
+    start that the regime is judged against, the best since then, and the moving averages.
     """
     turns, firsts = [pair for pairs in pairs_B for pair in pairs], [pairs[0] for pairs in pairs_B if pairs]
     metrics: dict[str, float | str] = {
@@ -371,7 +385,7 @@ def diagnose(
     notes = {} if turns else {"diagnostics/valid_thinking_rate": "no turn was played"}
     for name, draw in {"first_turn": draw_first_turns, "trajectory": draw_any_turns}.items():
         pairs = draw(pairs_B, num_pairs, seed)
-        found = score_pairs(model, pairs, temperature, max_tokens)
+        found, reason = score_pairs(model, pairs, temperature, max_tokens)
         for suffix in ("", "_seq"):
             spread = f"{name}/marginal_std{suffix}"
             state[spread] = moving_average(state.get(spread), found[f"marginal_std{suffix}"])
@@ -379,11 +393,8 @@ def diagnose(
             found[f"marginal_std_ema{suffix}"] = state[spread]
             found[f"mi_zscore_ema{suffix}"] = gain / (state[spread] + 1e-3)
         metrics |= {f"diagnostics/{name}/{key}": value for key, value in found.items()}
-        if found["num_prompts"] < 2:
-            notes[f"diagnostics/{name}/*"] = (
-                f"I(X;Z) needs thinking after at least 2 different prompts; there were {len(pairs)} valid thoughts, "
-                f"after {found['num_prompts']:.0f}"
-            )
+        if reason:
+            notes[f"diagnostics/{name}/*"] = reason
 
     entropy, mi, bound = (
         metrics[f"diagnostics/first_turn/{key}"]
@@ -394,6 +405,8 @@ def diagnose(
         notes["diagnostics/regime"] = notes["diagnostics/first_turn/*"]
     else:
         start = state.setdefault("start", {"entropy": entropy, "mi": mi})
+        if mi >= state.get("best", start)["mi"]:
+            state["best"] = {"entropy": entropy, "mi": mi}
         metrics["diagnostics/regime"] = reasoning_regime(
             entropy, mi, bound, start["entropy"], start["mi"], low_entropy, low_mi, floor
         )
@@ -405,28 +418,33 @@ def share(pairs: list[Pair]) -> float:
     return float(np.mean([bool(pair.thinking) for pair in pairs])) if pairs else float("nan")
 
 
-def collapse_warning(metrics: dict, state: dict) -> str:
-    """A line to print when a run enters template collapse; "" while it stays there, in any other regime, and where it
-    began: a run that starts without I(X;Z) has not lost it."""
-    regime, before = metrics["diagnostics/regime"], state.get("regime")
-    state["regime"] = regime if isinstance(regime, str) else before
-    if regime != "template_collapse" or before in (None, regime):
+def collapse_warning(metrics: dict, state: dict, low_mi: float = 0.5) -> str:
+    """A line to print when a run enters template collapse; "" while it stays there, and in any other regime.
+
+    A run may begin in that regime, as one that has not learned to look yet, and leave it and come back by noise: what
+    it warns of is that I(X;Z) is below `low_mi` of the best that the run has had.
+    """
+    if not isinstance(metrics["diagnostics/regime"], str):
         return ""
     now = {key.removeprefix("diagnostics/first_turn/"): value for key, value in metrics.items()}
-    accuracy, chance = now["retrieval_accuracy"], now["retrieval_chance_level"]
+    entropy, mi, best = now["conditional_entropy_est"], now["mi_seq_estimate"], state["best"]
+    collapsed = metrics["diagnostics/regime"] == "template_collapse" and mi < low_mi * best["mi"]
+    entered = collapsed and not state.get("collapsed", False)
+    state["collapsed"] = collapsed
+    if not entered:
+        return ""
     return (
-        f"template collapse: entropy is {change(now['conditional_entropy_est'], state['start']['entropy'])} while "
-        f"I(X;Z) {change(now['mi_seq_estimate'], state['start']['mi'], 'rose', 'fell')} to "
-        f"{now['mi_seq_estimate']:.2f} of {now['mi_upper_bound']:.2f} nats, and retrieval is at {accuracy:.2f} (chance "
-        f"{chance:.2f}): thoughts vary, but not with the prompt; try --filter snr, or less --ent-coef or --kl-coef"
+        f"template collapse: entropy is {change(entropy, best['entropy'], 'up', 'down')} while I(X;Z) "
+        f"{change(mi, best['mi'], 'rose', 'fell')} from its best, to {mi:.2f} of {now['mi_upper_bound']:.2f} nats, and "
+        f"retrieval is at {now['retrieval_accuracy']:.2f} (chance {now['retrieval_chance_level']:.2f}): thoughts vary, "
+        "but ever less with the prompt"
     )
 
 
-def change(now: float, start: float, up: str = "up", down: str = "down") -> str:
-    """As in "up 4 percent", compared with `start`; in plain numbers where that is not above 0."""
-    if start <= 0:
-        return f"{up if now >= start else down} from {start:.2f}"
-    return f"{up if now >= start else down} {abs(now / start - 1):.0%}".replace("%", " percent")
+def change(now: float, before: float, up: str, down: str) -> str:
+    """As in "up 4 percent", of `before`; in plain numbers where that is not above 0."""
+    direction = up if now >= before else down
+    return f"{direction} {abs(now / before - 1):.0%}".replace("%", " percent") if before > 0 else direction
 
 
 # ======================================================================================================================
@@ -460,8 +478,8 @@ def bucket_gradients(
     """
     metrics: dict[str, float] = {}
 
-    def square(tensors) -> float:
-        return sum(t.double().square().sum().item() for t in tensors)
+    def square(tensors: list[torch.Tensor]) -> float:
+        return torch.stack(torch._foreach_norm(tensors)).cpu().double().square().sum().item()
 
     for component in components:
         whole = [torch.zeros_like(p) for p in parameters]
@@ -527,29 +545,23 @@ def early_warnings(
                 f"{max(state['last']):.3g}, of the first {window} {start:.3g} in the mean. Little is left to learn "
                 "from, and the regularisers go on pushing; try harder tasks, --filter snr, or stop here"
             )
-    lows = state.setdefault("low_validations", {})
+    lows = state.setdefault("low_validations", {})  # name -> how many in a row, also between two validations
     for name, value in metrics.items():
-        if name.startswith("val/") and name.endswith("success"):
+        if success and name.startswith("val/") and name.endswith("success"):
             lows[name] = lows.get(name, 0) + 1 if value < success else 0
-            if lows[name] >= 5:
-                troubles[f"low_{name.removeprefix('val/').replace('/', '_')}"] = (
-                    f"{name} was below {success:g} in {lows[name]} validations in a row: the task is out of reach of "
-                    "this policy, or it broke down; look at trajectories.jsonl, try an easier task or a better --model"
-                )
+    for name in [name for name, count in lows.items() if count >= 5]:
+        troubles[f"low_{name.removeprefix('val/').replace('/', '_')}"] = (
+            f"{name} was below {success:g} in {lows[name]} validations in a row: the task is out of reach of this "
+            "policy, or it broke down; look at trajectories.jsonl, try an easier task or a better --model"
+        )
     repeated = metrics.get("rollout/repeated_share", float("nan"))
     if repeats and repeated > repeats:
         troubles["repetition"] = (
             f"{repeated:.0%} of the sampled tokens are one phrase over and over: the policy breaks down. Go back to an "
             "earlier checkpoint with a lower --learning-rate, or more --kl-coef"
         )
-    # A number that this update does not have says nothing about whether its trouble goes on.
-    told = [name for name in state.get("told", []) if name in troubles or (name.startswith("low_") and lows_hold(lows))]
-    state["told"] = [*told, *(name for name in troubles if name not in told)]
+    told, state["told"] = state.get("told", []), list(troubles)
     return {name: line for name, line in troubles.items() if name not in told}
-
-
-def lows_hold(lows: dict[str, int]) -> bool:
-    return any(count >= 5 for count in lows.values())
 
 
 # ======================================================================================================================
@@ -625,6 +637,10 @@ def read_pair(prompt, response, tokenizer, span: str) -> Pair:
         messages = [{"role": message.get("role"), "content": content(message)} for message in prompt]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     if not isinstance(response, str):
+        prompt = encoded(prompt, tokenizer) if isinstance(prompt, str) else prompt
+        opened, closed = (tokens_with(tokenizer, response, tag) for tag in ("<think>", "</think>"))
+        if span == "think" and opened < closed:
+            prompt, response = [*prompt, *response[:opened]], response[opened:]
         thinking = thinking_span(tokenizer, response) if span == "think" else response
     elif span == "response":
         thinking = encoded(response, tokenizer)
@@ -648,7 +664,8 @@ def read_rollouts(file: str, tokenizer, span: str) -> list[list[Pair]]:
     """The turns of each trajectory. Lines with one "trajectory" (any value) belong together; without it, each line is a
     trajectory of its own. Raises: ValueError that names file and line."""
     trajectories: dict[str, list[Pair]] = {}
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines: JSON may hold U+2028 and its kin as they are, which that takes for ends of lines.
+    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -681,8 +698,6 @@ ROWS = {
 
 def main(args: Args):
     """Prints a table for each set of pairs, and the regime of each step."""
-    import llm
-
     console = Console()
     try:
         for file in args.rollouts:
@@ -699,7 +714,8 @@ def main(args: Args):
                 args.regime_entropy, args.regime_mi, args.regime_floor,
             )  # fmt: skip
             columns.append(metrics)
-            warnings += [f"{file}: {line}" for line in (collapse_warning(metrics, state), *notes.values()) if line]
+            lines = dict.fromkeys([collapse_warning(metrics, state, args.regime_mi), *notes.values()])
+            warnings += [f"{file}: {line}" for line in lines if line]
             if step == 0 and metrics["diagnostics/valid_thinking_rate"] == 0:
                 warnings.append(f"{file}: no response closes a thought with </think>; for all of it: --span response")
     except ValueError as error:

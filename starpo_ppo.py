@@ -898,8 +898,8 @@ def score(model, samples: list[Sample], args: Args, accelerator, entropies: bool
     for rows in microbatches([len(sample.ids) for sample in samples], args.microbatch_tokens):
         ids_BT, attention_mask_BT, loss_mask_BS = pad([samples[i] for i in rows], accelerator.device)
         with accelerator.autocast():
-            scored = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
-        for i, row in zip(rows, scored[int(entropies)], strict=True):
+            logprobs_BS, entropies_BS = token_logprobs(model, ids_BT, attention_mask_BT, loss_mask_BS, args.temperature)
+        for i, row in zip(rows, entropies_BS if entropies else logprobs_BS, strict=True):
             scores[i] = row[: len(samples[i].ids) - 1]
     return scores
 
@@ -976,7 +976,7 @@ class Batch:
     returns: list[torch.Tensor]
 
 
-def assess(
+def prepare_batch(
     policy, critic, ref_policy, accelerator, trajectories: list[Trajectory], args: Args, kept_share: float = 1.0
 ) -> Batch:
     """Log-probs, values, and from them the advantages."""
@@ -1037,7 +1037,7 @@ def optimise(
     if not sampled:
         notes["sampler/*"] = "nothing was sampled, or no group was kept"
         return sampler_gap([], []) | skipped(state, notes, notes["sampler/*"])
-    batch = assess(policy, critic, ref_policy, accelerator, trajectories, args, kept_share)
+    batch = prepare_batch(policy, critic, ref_policy, accelerator, trajectories, args, kept_share)
     samples, samples_of = batch.samples, batch.samples_of
     metrics = sampler_gap(samples, batch.old_logprobs)
     if critic is None:
@@ -1158,8 +1158,9 @@ def probe(policy, batch: Batch, trajectories: list[Trajectory], accelerator, arg
         spread = spread_P[bucket]
         found = {"mean": spread.mean(), "min": spread.min(), "max": spread.max()}
         metrics |= {f"{name}/reward_std_{what}": float(value) for what, value in found.items()}
-    if len(components) == 1:
-        notes["grad_norm/*/ratio"] = "neither an entropy bonus nor a KL loss is on: nothing to compare the task with"
+    why = {"ratio": "no regulariser has a gradient", "snr": "needs two groups, and a task gradient in one"}
+    for name in [name for name, value in metrics.items() if math.isnan(value)]:
+        notes[f"grad_norm/{name}"] = why[name.split("/")[-1]]
     return {f"grad_norm/{name}": value for name, value in metrics.items()}
 
 
@@ -1191,7 +1192,9 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         "cut_turns": mean([turn["finish_reason"] == "length" for turn in turns]),  # hit max_new_tokens
         "context_ended": mean([t.ended == "context" for t in trajectories]),
         "response_tokens": mean([turn["tokens"] for turn in turns]),
-        "repeated_share": mean([turn["repeated"] for turn in turns]),  # of its tokens, in one phrase over and over
+        # Of the sampled tokens, those in a phrase that a response says over and over.
+        "repeated_share": sum(turn["repeated"] * turn["tokens"] for turn in turns)
+        / max(sum(turn["tokens"] for turn in turns), 1),
         "trajectory_tokens": mean([sum(len(sample.ids) for sample in t.samples) for t in trajectories]),
     }
     if group_size > 1:
@@ -1236,7 +1239,7 @@ def thinking_pairs(trajectories: list[Trajectory], tokenizer) -> list[list[diagn
     return pairs_B
 
 
-def measure(
+def thinking_metrics(
     policy, trajectories: list[Trajectory], tokenizer, accelerator, args: Args, update: int, state: dict, notes: dict
 ) -> dict[str, float | str]:
     """diagnostics/...: how much the thinking depends on the prompt, and the regime; see diagnostics.py."""
@@ -1247,8 +1250,9 @@ def measure(
             args.regime_entropy, args.regime_mi, args.regime_floor,
         )  # fmt: skip
     notes |= why
-    if warning := diagnostics.collapse_warning(metrics, state["diagnostics"]):
-        notes["warning/template_collapse"] = warning
+    if warning := diagnostics.collapse_warning(metrics, state["diagnostics"], args.regime_mi):
+        remedy = "less --ent-coef or --kl-coef" + (", or --filter snr" if args.filter == "none" else "")
+        notes["warning/template_collapse"] = f"{warning}; try {remedy}"
     return metrics
 
 
@@ -1257,7 +1261,8 @@ def status_line(metrics: dict[str, float], notes: dict[str, str]) -> str:
         f"success {metrics['rollout/success']:.3f}  return {metrics['rollout/return']:+.2f}  "
         f"entropy {metrics['policy/entropy']:.3f}  {metrics['time/sampled_tokens_per_s']:.0f} tokens/s"
     )
-    line += f"  {signal_reading(metrics.get('rollout/signal_ratio', math.nan))}"
+    if "rollout/signal_ratio" in metrics:
+        line += f"  {signal_reading(metrics['rollout/signal_ratio'])}"
     return "  ".join([line, *(reason for name, reason in notes.items() if name.startswith("policy/"))])
 
 
@@ -1269,8 +1274,8 @@ def print_header(args: Args, envs: list, model, run_dir: Path):
     lines = [
         f"{' '.join(args.env)} with {args.model} ({size:.1f}M parameters), seed {args.seed} -> {run_dir}",
         f"P = {args.num_groups} groups (--num-groups) x G = {args.group_size} (--group-size), up to K = "
-        f"{', '.join(map(str, turns.values()))} turns (--max-turns); {args.updates} updates of {args.epochs} x "
-        f"{minibatches} steps",
+        f"{', '.join(map(str, turns.values()))} turns (--max-turns); {args.updates} updates of k = {args.epochs} x "
+        f"{minibatches} steps (--epochs, --minibatch-size) on the share rho that --filter {args.filter} keeps",
     ]
     if args.preset:
         values = (f"--{name.replace('_', '-')} {getattr(args, name)}" for name in PRESETS[args.preset])
@@ -1362,8 +1367,6 @@ def check(args: Args, envs: list):
         ("format_penalty", args.format_penalty <= 0, "is added to the return and must not be positive; try -0.1"),
         ("overlong_penalty", args.overlong_penalty <= 0, "is added to the return and must not be positive; try -1.0"),
         ("overlong_share", 0 <= args.overlong_share <= 1, "is a share of max_new_tokens, in [0, 1]; try 0.2"),
-        ("filter_value", args.filter_value is None or args.filter_value > 0, "must be above 0; try 0.9"),
-        ("filter_eps", args.filter_eps is None or args.filter_eps >= 0, "must not be negative; 0 turns it off"),
         ("probe_every", args.probe_every == 0 or args.group_size > 1, "needs groups with a spread; try --group-size 8"),
         ("separator", bool(args.separator.strip()), "must not be blank; try '||'"),
         ("window", args.window is None or args.context != "full", "is read by --context window and turn; leave it out"),
@@ -1513,28 +1516,57 @@ def filter_changes(args: Args) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def judged(policy, trajectories: list[Trajectory], accelerator, args: Args) -> np.ndarray:
+def filter_values(policy, trajectories: list[Trajectory], accelerator, args: Args) -> np.ndarray:
     """(P, G): what the filter ranks groups by. The environment's return, since a group that differs only in its format
     penalties has nothing to teach about the task; or entropies (nats per token) or sampled tokens, by its metric."""
     metric, groups = args.filter_metric or FILTERS[args.filter]["metric"], (-1, args.group_size)
     if metric == "length":
         return np.array([t.num_tokens() for t in trajectories], dtype=np.float64).reshape(groups)
     if metric.startswith("entropy"):
-        sums = score(policy, [sample for t in trajectories for sample in t.samples], args, accelerator, entropies=True)
-        sums = iter([row.sum().item() for row in sums])
-        means = [sum(next(sums) for _ in t.samples) / max(t.num_tokens(), 1) for t in trajectories]
+        rows = score(policy, [sample for t in trajectories for sample in t.samples], args, accelerator, entropies=True)
+        sums = np.cumsum([0.0, *(row.sum().item() for row in rows)])
+        ends = np.cumsum([len(t.samples) for t in trajectories])
+        means = [
+            (sums[end] - sums[end - len(t.samples)]) / max(t.num_tokens(), 1)
+            for t, end in zip(trajectories, ends, strict=True)
+        ]
         return np.array(means).reshape(groups)
     if args.filter_reward == "total":
         return np.array([math.fsum([*t.rewards, *t.penalties]) for t in trajectories]).reshape(groups)
     return returns_by_group(trajectories, args.group_size)
 
 
-def kept_groups(judged_PG: np.ndarray, trajectories: list[Trajectory], args: Args) -> list[int]:
-    """The groups that are trained on, ascending; none is a valid answer."""
-    kept = live_groups(trajectories, args) if args.max_rollouts > 1 else list(range(len(judged_PG)))
-    if not kept:
-        return []
-    return [kept[i] for i in filter_groups(judged_PG[kept], args.filter, **filter_changes(args))]
+def kept_groups(values_PG: np.ndarray, trajectories: list[Trajectory], args: Args) -> list[int]:
+    """The groups that are trained on, ascending; none is a valid answer. Each environment has a filter of its own: of
+    two with rewards of different size, one would leave nothing of the other."""
+    candidates = live_groups(trajectories, args) if args.max_rollouts > 1 else range(len(values_PG))
+    by_env: dict[str, list[int]] = {}
+    for p in candidates:
+        by_env.setdefault(trajectories[p * args.group_size].env, []).append(p)
+    changes = filter_changes(args)
+    return sorted(p[i] for p in by_env.values() for i in filter_groups(values_PG[p], args.filter, **changes))
+
+
+def choose(policy, trajectories: list[Trajectory], accelerator, args: Args, state: dict, notes: dict[str, str]):
+    """The trajectories that are trained on, and metrics of the choice; a note, if this ends the run."""
+    values_PG = filter_values(policy, trajectories, accelerator, args)
+    kept_P = kept_groups(values_PG, trajectories, args)
+    kept = [trajectories[p * args.group_size + g] for p in kept_P for g in range(args.group_size)]
+    metrics = {"rollout/kept_share": len(kept) / len(trajectories)}
+    returns_PG = returns_by_group(trajectories, args.group_size)
+    if args.group_size > 1:
+        metrics["rollout/kept_in_group_std"] = mean(returns_PG[kept_P].std(1, ddof=1))
+        if not kept:
+            notes["rollout/kept_in_group_std"] = "no group was kept"
+    state["empty_in_a_row"] = 0 if kept else state["empty_in_a_row"] + 1
+    if args.stop_empty and state["empty_in_a_row"] >= args.stop_empty:
+        cause = f"returns differ in some, but --filter {args.filter} {filter_changes(args) or ''} rejects them all"
+        remedy = "another --filter-metric or --filter-strategy, or --filter none"
+        if dead_groups(returns_PG).all():
+            cause = "in every group all members fared alike, so there is nothing to learn from"
+            remedy = "a task that is solved now and then (--env-options, a better --model), or a larger --group-size"
+        notes["warning/nothing_kept"] = f"no group was kept in {state['empty_in_a_row']} updates: {cause}; try {remedy}"
+    return kept, metrics
 
 
 def validate(envs: list, sampler, tokenizer, args: Args) -> list[Trajectory]:
@@ -1625,7 +1657,7 @@ def main(args: Args):
     tracker = report.start_tracking(run_dir, args.wandb_project, asdict(args), console) if args.track else None
     print_header(args, probes, policy, run_dir)
 
-    stopping, gave_up = [], ""
+    stopping, last, update = [], True, args.updates  # as of a run that has nothing left to do
 
     def on_interrupt(signum, frame):
         if stopping:
@@ -1666,33 +1698,25 @@ def main(args: Args):
                 # ---- diagnose, before anything is left out or learnt
                 if args.diagnose_every and (update == 1 or update % args.diagnose_every == 0):
                     diagnose_started = time.time()
-                    metrics |= measure(policy, trajectories, tokenizer, accelerator, args, update, state, notes)
+                    metrics |= thinking_metrics(
+                        policy, trajectories, tokenizer, accelerator, args, update, state, notes
+                    )
                     metrics["time/diagnostics"] = time.time() - diagnose_started
                     state["diagnose_seconds"] += metrics["time/diagnostics"]
                 if args.probe_every and (update == 1 or update % args.probe_every == 0):
                     probe_started = time.time()
-                    batch = assess(policy, critic, ref_policy, accelerator, trajectories, args)
-                    metrics |= probe(policy, batch, trajectories, accelerator, args, notes)
+                    if sampled_tokens:
+                        batch = prepare_batch(policy, critic, ref_policy, accelerator, trajectories, args)
+                        metrics |= probe(policy, batch, trajectories, accelerator, args, notes)
+                    else:
+                        metrics["grad_norm/all/task"] = math.nan
+                        notes["grad_norm/*"] = "nothing was sampled"
                     metrics["time/probe"] = time.time() - probe_started
 
                 # ---- filter, optimise
                 train_started = time.time()
-                judged_PG = judged(policy, trajectories, accelerator, args)
-                kept_P = kept_groups(judged_PG, trajectories, args)
-                kept = [trajectories[p * args.group_size + g] for p in kept_P for g in range(args.group_size)]
-                metrics["rollout/kept_share"] = len(kept) / len(trajectories)
-                metrics["rollout/kept_in_group_std"] = mean(
-                    returns_by_group(kept, args.group_size).std(1, ddof=1) if kept and args.group_size > 1 else []
-                )
-                if math.isnan(metrics["rollout/kept_in_group_std"]):
-                    notes["rollout/kept_in_group_std"] = "no group was kept, or groups have one member"
-                state["empty_in_a_row"] = 0 if kept else state["empty_in_a_row"] + 1
-                if args.stop_empty and state["empty_in_a_row"] >= args.stop_empty:
-                    gave_up = (
-                        f"no group was kept in {state['empty_in_a_row']} updates in a row: in each, all members fared "
-                        "alike, so there is nothing to learn from. Try a task that is solved now and then "
-                        "(easier --env-options, a better --model), larger --group-size, or --filter none"
-                    )
+                kept, chosen = choose(policy, trajectories, accelerator, args, state, notes)
+                metrics |= chosen
                 metrics |= optimise(
                     policy, critic, ref_policy, optimizer, accelerator, kept, args, update, state, notes,
                     kept_share=metrics["rollout/kept_share"],
@@ -1705,7 +1729,8 @@ def main(args: Args):
             metrics |= {f"total/{k}": state[k] for k in ("optimizer_steps", "tokens", "skipped_updates")}
 
             # ---- validate
-            if args.val_every and (update % args.val_every == 0 or update == args.updates or gave_up):
+            last = update == args.updates or "warning/nothing_kept" in notes
+            if args.val_every and (update % args.val_every == 0 or last):
                 val_started = time.time()
                 sampler.sync(accelerator.unwrap_model(policy))
                 episodes = validate(val_envs, sampler, tokenizer, args)
@@ -1724,8 +1749,13 @@ def main(args: Args):
             metrics |= {"time/update": time.time() - update_started, "time/total": state["seconds"]}
             if "time/diagnostics" in metrics:
                 metrics["time/diagnostics_share"] = state["diagnose_seconds"] / state["seconds"]
-            thresholds = (args.warn_spread, args.warn_success, args.warn_repeats)
-            alarms = diagnostics.early_warnings(metrics, state["warnings"], *thresholds)
+            alarms = diagnostics.early_warnings(
+                metrics,
+                state["warnings"],
+                spread=args.warn_spread,
+                success=args.warn_success,
+                repeats=args.warn_repeats,
+            )
             notes |= {f"warning/{name}": line for name, line in alarms.items()}
             report.append_line(run_dir / "metrics.jsonl", metrics | ({"notes": notes} if notes else {}))
             if tracker:
@@ -1735,15 +1765,16 @@ def main(args: Args):
                 progress.update(task, completed=update, status=status)
                 if progress.disable or any(name.startswith("policy/") for name in notes):
                     progress.print(f"update {update}/{args.updates} {status}")
-            for line in (line for name, line in notes.items() if name.startswith("warning/")):
-                progress.print(Text(f"update {update}: {line}", style="yellow"))
-            if update == args.updates or stopping or gave_up or (update > 0 and update % args.save_every == 0):
+            for name, line in notes.items():
+                if name.startswith("warning/"):
+                    progress.print(Text(f"update {update}: {line}", style="yellow"))
+            if last or stopping or (update > 0 and update % args.save_every == 0):
                 trainer_state = {"optimizer": optimizer.state_dict(), "state": state}
                 if critic is not None:
                     trainer_state["critic"] = accelerator.unwrap_model(critic).own().state_dict()
                 model = accelerator.unwrap_model(policy)
                 report.save_checkpoint(run_dir, update, model, tokenizer, trainer_state, args.keep_checkpoints)
-            if stopping or gave_up:
+            if stopping or last:
                 break
 
     signal.signal(signal.SIGINT, previous_handler)
@@ -1753,9 +1784,9 @@ def main(args: Args):
     if tracker:
         report.track_page(tracker, page)
         tracker.finish()
-    if gave_up:
-        console.print(Text(gave_up, style="red"), soft_wrap=True)
-    if stopping and update < args.updates:
+    if last and update < args.updates:
+        message = f"ended after update {update}, saved: nothing was left to learn from (see above); {page}"
+    elif stopping and not last:
         message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:
         message = f"done in {(time.time() - started) / 60:.1f} minutes: {page}"
@@ -1764,7 +1795,7 @@ def main(args: Args):
 
 MAY_CHANGE = (
     "resume updates track wandb_project show_trajectory threads microbatch_tokens sampler_tokens save_every "
-    "keep_checkpoints log_trajectories"
+    "keep_checkpoints log_trajectories probe_every probe_buckets stop_empty warn_spread warn_success warn_repeats"
 ).split()
 
 

@@ -26,5 +26,5 @@ for seed in 1 2 3; do
     done
 done | xargs -P 2 -L 1 bash -c 'run "$@"' run
 python benchmarks/signals.py "$root"/none-* "$root"/snr-*
-python benchmarks/figure.py docs/collapse.png "$root"/none-*/* "$root"/snr-*/*
-python report.py "$root"/none-*/* "$root"/snr-*/*
+python benchmarks/figure.py docs/collapse.png "$root"/none-*/*/ "$root"/snr-*/*/
+python report.py "$root"/none-*/*/ "$root"/snr-*/*/

@@ -25,8 +25,8 @@ from starpo_grpo import (
     check,
     check_room,
     derive,
+    filter_values,
     groups_of_each,
-    judged,
     kept_groups,
     optimise,
     overlong,
@@ -46,7 +46,7 @@ FREE = 100_000  # tokens: nothing is ever too long
 
 
 def kept_trajectories(trajectories, args):
-    kept = kept_groups(judged(None, trajectories, None, args), trajectories, args)
+    kept = kept_groups(filter_values(None, trajectories, None, args), trajectories, args)
     return [trajectories[p * args.group_size + g] for p in kept for g in range(args.group_size)]
 
 

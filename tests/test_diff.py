@@ -19,12 +19,12 @@ SHARED = """
     normalize_returns turn_rewards advantage_factors
     token_weights policy_loss kl_estimate kl_loss
     score policy_terms sampler_gap recompute probe
-    mean returns_by_group rollout_metrics trajectory_record thinking_pairs measure status_line print_header
+    mean returns_by_group rollout_metrics trajectory_record thinking_pairs thinking_metrics status_line print_header
     refuse make_envs groups_of_each check_room practice load make_optimizer sample_groups live_groups
-    filter_changes judged kept_groups validate parse_args
+    filter_changes filter_values kept_groups choose validate parse_args
 """.split()
 # Where the critic and the advantages come in.
-DIFFERENT = "Args Batch skipped assess optimise derive check main".split()
+DIFFERENT = "Args Batch skipped prepare_batch optimise derive check main".split()
 ONLY_PPO = "Critic gae bi_level_gae whitened token_advantages value_loss judge value_metrics".split()
 ONLY_GRPO = "group_advantages turn_advantages".split()
 

@@ -13,7 +13,7 @@ from test_loss import REWARDS, random_batch, slow_logprobs
 
 import starpo_grpo
 import starpo_ppo
-from starpo_grpo import assess, judged, kept_groups, probe, rollout, thinking_pairs, trajectory_record
+from starpo_grpo import filter_values, kept_groups, prepare_batch, probe, rollout, thinking_pairs, trajectory_record
 
 MODES = ["full", "window", "turn"]
 
@@ -81,7 +81,7 @@ def test_filter_ranks_by_length_entropy_or_returns_with_penalties(model, acceler
     options = dict(num_groups=2, group_size=3, minibatch_size=6, filter="snr")
 
     def of(**changes):
-        return judged(model, trajectories, accelerator, make_args(**options, **changes))
+        return filter_values(model, trajectories, accelerator, make_args(**options, **changes))
 
     assert of().tolist() == [REWARDS[:3], REWARDS[3:]]
     total = [*REWARDS[3:4], pytest.approx(REWARDS[4] - 0.3), REWARDS[5]]
@@ -106,7 +106,7 @@ def test_entropy_of_a_trajectory_without_a_token_is_zero(model, accelerator):
     trajectories = random_batch(number=3)
     trajectories[1].samples = []
     args = make_args(num_groups=1, group_size=3, minibatch_size=3, filter="snr", filter_metric="entropy")
-    scores_PG = judged(model, trajectories, accelerator, args)
+    scores_PG = filter_values(model, trajectories, accelerator, args)
     assert scores_PG[0, 1] == 0 and scores_PG[0, 0] > 0
 
 
@@ -151,9 +151,9 @@ def test_probe_equals_float64_gradients_of_each_bucket(script, accelerator):
     args = script.derive(script.Args(lr_warmup=0, lr_decay=False, **options), [Corridor()])
     if script is starpo_ppo:
         critic = starpo_ppo.Critic(model, shared=False)
-        batch = starpo_ppo.assess(model, critic, ref, accelerator, trajectories, args)
+        batch = starpo_ppo.prepare_batch(model, critic, ref, accelerator, trajectories, args)
     else:
-        batch = assess(model, ref, accelerator, trajectories, args)
+        batch = prepare_batch(model, ref, accelerator, trajectories, args)
     notes = {}
     metrics = script.probe(model, batch, trajectories, accelerator, args, notes)
     assert notes == {}
@@ -184,16 +184,18 @@ def test_probe_equals_float64_gradients_of_each_bucket(script, accelerator):
 def test_probe_without_regularisers_has_no_ratio_and_says_why(accelerator):
     model, trajectories = make_model(), random_batch(rewards=REWARDS)
     args = make_args(num_groups=2, group_size=3, minibatch_size=6, ent_coef=0.0)
-    notes = {}
-    metrics = probe(model, assess(model, None, accelerator, trajectories, args), trajectories, accelerator, args, notes)
-    assert math.isnan(metrics["grad_norm/all/ratio"]) and "grad_norm/*/ratio" in notes
+    notes, batch = {}, prepare_batch(model, None, accelerator, trajectories, args)
+    metrics = probe(model, batch, trajectories, accelerator, args, notes)
+    assert math.isnan(metrics["grad_norm/all/ratio"]) and "regulariser" in notes["grad_norm/all/ratio"]
+    # Two groups in six buckets: one each, and no spread between groups in any.
+    assert math.isnan(metrics["grad_norm/bucket_1/snr"]) and "two groups" in notes["grad_norm/bucket_1/snr"]
     assert "grad_norm/all/entropy" not in metrics and metrics["grad_norm/all/task"] > 0
 
 
 def test_probe_of_a_group_of_equal_returns_has_no_task_gradient(accelerator):
     trajectories = [make_trajectory([[5, 6], [7, 8 + i]], i, i // 2, i % 2, [1.0, 1.0, 1.0, 0.0][i]) for i in range(4)]
     model, args = make_model(), make_args(num_groups=2, group_size=2, minibatch_size=4, probe_buckets=2)
-    batch = assess(model, None, accelerator, trajectories, args)
+    batch = prepare_batch(model, None, accelerator, trajectories, args)
     metrics = probe(model, batch, trajectories, accelerator, args, {})
     assert metrics["grad_norm/bucket_1/task"] == 0 == metrics["grad_norm/bucket_1/ratio"]
     assert metrics["grad_norm/bucket_1/entropy"] > 0 and metrics["grad_norm/bucket_2/task"] > 0
