@@ -1243,13 +1243,14 @@ def thinking_metrics(
     policy, trajectories: list[Trajectory], tokenizer, accelerator, args: Args, update: int, state: dict, notes: dict
 ) -> dict[str, float | str]:
     """diagnostics/...: how much the thinking depends on the prompt, and the regime; see diagnostics.py."""
+    pairs_B = thinking_pairs(trajectories, tokenizer) if args.think else []
     with accelerator.autocast():
         metrics, why = diagnostics.diagnose(
-            accelerator.unwrap_model(policy), thinking_pairs(trajectories, tokenizer), state["diagnostics"],
+            accelerator.unwrap_model(policy), pairs_B, state["diagnostics"],
             args.diagnose_pairs, args.temperature, args.microbatch_tokens, address(args.seed, DIAGNOSE, update),
             args.regime_entropy, args.regime_mi, args.regime_floor,
         )  # fmt: skip
-    notes |= why
+    notes |= why if args.think else {"diagnostics/*": "--no-think asks for no thoughts"}
     if warning := diagnostics.collapse_warning(metrics, state["diagnostics"], args.regime_mi):
         remedy = "less --ent-coef or --kl-coef" + (", or --filter snr" if args.filter == "none" else "")
         notes["warning/template_collapse"] = f"{warning}; try {remedy}"

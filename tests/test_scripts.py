@@ -398,7 +398,7 @@ def test_stop_for_want_of_groups_can_be_turned_off(script, model_folder, tmp_pat
     assert len(records) == 7
     # No thought was asked for: a reason, not a gap.
     assert records[1]["diagnostics/first_turn/mi_seq_estimate"] is None and records[1]["diagnostics/regime"] is None
-    assert "0 were closed" in records[1]["notes"]["diagnostics/first_turn/*"]
+    assert records[1]["notes"]["diagnostics/*"] == "--no-think asks for no thoughts"
 
 
 def test_tracking_works_offline_without_account(model_folder, tmp_path):
