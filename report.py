@@ -342,7 +342,8 @@ def gradient_probes(run: Run) -> dict | None:
             continue
         figure, axis = new_figure("bucket, and its reward spread at the last probe")
         for n, probe in enumerate(probes):
-            heights = [probe.get(f"grad_norm/{bucket}/{component}") or 0.0 for bucket in buckets]
+            heights = [probe.get(f"grad_norm/{bucket}/{component}") for bucket in buckets]
+            heights = [np.nan if height is None else height for height in heights]  # no bar: not known, not 0
             x = np.arange(len(buckets)) + 0.4 * (n - (len(probes) - 1) / 2)
             label, alpha = f"update {probe['update']}", 1.0 if probe is last else 0.45
             axis.bar(x, heights, 0.38, label=label, color=run.colour, alpha=alpha)
@@ -470,8 +471,15 @@ def notes_of(run: Run) -> list[tuple[str, str, str]]:
     found: dict[tuple[str, str], list[int]] = {}
     for record in run.records:
         for name, reason in (record.get("notes") or {}).items():
-            found.setdefault((name, reason), []).append(record["update"])
+            if not name.startswith("warning/"):
+                found.setdefault((name, reason), []).append(record["update"])
     return [(name, reason, ranges(updates)) for (name, reason), updates in found.items()]
+
+
+def warnings_of(run: Run) -> list[tuple[int, str]]:
+    """(update, line) of each warning that the run gave, in order."""
+    notes = [(record["update"], record.get("notes") or {}) for record in run.records]
+    return [(update, line) for update, each in notes for name, line in each.items() if name.startswith("warning/")]
 
 
 def that_fit(records: list[dict], budget: int) -> list[dict]:
@@ -511,6 +519,7 @@ def page(run_dirs: list[Path], output: Path | None = None) -> Path:
         runs=runs,
         facts=facts,
         last_value=last_value,
+        warnings_of=warnings_of,
         notes=[(run.label, *note) for run in runs for note in notes_of(run)],
         figures=figures,
         plane=plane,

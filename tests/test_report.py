@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import report
@@ -154,6 +155,28 @@ def test_page_of_one_run_says_what_it_is(two_runs):
 def test_notes_are_listed_once_with_their_updates(html):
     assert html.count("<td>2–3, 7</td>") == 2
     assert "<b>" not in html and "&lt;b&gt;1&lt;/b&gt;" in html
+
+
+def test_warnings_stand_on_the_card_of_their_run_and_not_among_the_notes(tmp_path):
+    line = "template collapse: entropy is up 4 percent <b>"
+    records = [{"update": 5, "rollout/success": 0.5}, {"update": 6, "notes": {"warning/template_collapse": line}}]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    html = report.page([tmp_path]).read_text()
+    card = html[html.index('id="runs"') : html.index('id="curves"')]
+    assert "Update 6: template collapse: entropy is up 4 percent &lt;b&gt;" in card
+    assert 'id="notes"' not in html
+
+
+def test_gradient_that_is_not_known_has_no_bar(tmp_path):
+    keys = {f"grad_norm/bucket_{b}/task": value for b, value in ((1, None), (2, 0.5))}
+    write_lines(tmp_path / "metrics.jsonl", [{"update": 1, **keys}])
+    (run,) = report.load_runs([tmp_path])
+    heights = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.axes.Axes.bar", lambda self, x, height, *_, **__: heights.extend(height))
+        patch.setattr(report, "finish", lambda axis: None)
+        report.gradient_probes(run)
+    assert np.isnan(heights[0]) and heights[1] == 0.5
 
 
 def test_what_a_run_lacks_leaves_no_empty_panel(tmp_path):
