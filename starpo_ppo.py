@@ -216,6 +216,8 @@ class Args:
     """entropy bonus per token, nats; 0: off"""
     kl_coef: float = 0.0
     """weight of KL(policy || ref_policy) per token, nats; 0: off, and no reference model is loaded"""
+    ref_model: str | None = None
+    """the reference of the KL, named as --model is; none: --model, as it is at the start"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1: d, k2: d^2/2, k3: exp(-d)+d-1, with d = logprob - ref_logprob"""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -1417,12 +1419,15 @@ def check(args: Args, envs: list):
         refuse(f"--run-root {args.run_root} cannot be written: {error}; name another folder")
     if args.track and importlib.util.find_spec("wandb") is None:
         refuse("--track needs wandb; pip install -e '.[track]'")
-    hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not args.model.endswith(".gguf")
-    if args.model != "tiny" and not Path(args.model).exists() and not hub_name:
-        refuse(
-            f"--model {args.model}: no such file or folder, and hub names have the form owner/name; near names: "
-            f"{llm.near_models(args.model)}; or take tiny"
-        )
+    if args.ref_model and args.kl_coef == 0:
+        refuse(f"ref_model {args.ref_model} is read where kl_coef is above 0; try --kl-coef 0.001, or leave it out")
+    for flag, model in {"model": args.model, "ref-model": args.ref_model or "tiny"}.items():
+        hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.endswith(".gguf")
+        if model != "tiny" and not Path(model).exists() and not hub_name:
+            refuse(
+                f"--{flag} {model}: no such file or folder, and hub names have the form owner/name; near names: "
+                f"{llm.near_models(model)}; or take tiny"
+            )
 
 
 def check_room(env, tokenizer, args: Args):
@@ -1614,7 +1619,11 @@ def main(args: Args):
         refuse(str(error))
     ref_policy = None
     if args.kl_coef > 0:
-        ref_policy = load(args, args.model)[0] if latest else copy.deepcopy(policy)
+        as_given = args.ref_model or (args.model if latest else None)
+        ref_policy = load(args, as_given)[0] if as_given else copy.deepcopy(policy)
+        sizes = [model.get_input_embeddings().num_embeddings for model in (ref_policy, policy)]
+        if sizes[0] != sizes[1]:
+            refuse(f"--ref-model has {sizes[0]} tokens and --model {sizes[1]}; a reference must share the tokenizer")
         ref_policy = ref_policy.to(accelerator.device).requires_grad_(False)
     if args.gradient_checkpointing and not policy.supports_gradient_checkpointing:
         refuse(f"--gradient-checkpointing: {type(policy).__name__} cannot do it; leave it out")

@@ -1,5 +1,5 @@
-"""Run folders -> a line for each, first and last: `python benchmarks/signals.py RUNS [RUNS ...]`, any folders above
-them. With --seeds one line for each environment, script and filter, mean +- std over seeds."""
+"""Run folders -> a line for each, first -> last number: `python benchmarks/signals.py RUNS [RUNS ...]`, any folders
+above them. With --seeds one line for each environment, script and filter, mean +- std over seeds."""
 
 import json
 import statistics
@@ -9,7 +9,6 @@ from pathlib import Path
 
 FIRST = "diagnostics/first_turn/"
 COLUMNS = {
-    "success": "rollout/success",
     "H(Z\\|X)": FIRST + "conditional_entropy_est",
     "I(X;Z)": FIRST + "mi_seq_estimate",
     "retrieval": FIRST + "retrieval_accuracy",
@@ -30,11 +29,12 @@ def mean(values: list[float]) -> float:
 
 
 def each_run(runs: list[tuple[dict, str, list[dict]]]):
-    names = ["filter", "seed", *(f"{name}, first -> last" for name in COLUMNS), "kept", "regime"]
+    names = ["filter", "seed", "validation success", *COLUMNS, "kept share", "regime at the end"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for args, _, records in runs:
         measured = [record for record in records if "diagnostics/regime" in record]
-        cells = [args["filter"], str(args["seed"])]
+        validated = [f"{record['val/success']:.2f}" for record in records if "val/success" in record]
+        cells = [args["filter"], str(args["seed"]), " -> ".join([validated[0], validated[-1]])]
         for key in COLUMNS.values():
             ends = [f"{r[key]:.2f}" if r[key] is not None else "none" for r in (measured[0], measured[-1])]
             cells.append(" -> ".join(ends))

@@ -211,6 +211,8 @@ REFUSED = [
     ("--window 2", "window is read by --context window and turn; leave it out (got 2)"),
     ("--context turn --window 0", "window must be at least 1"),
     ("--overlong-share 2", "overlong_share is a share of max_new_tokens"),
+    ("--ref-model tiny", "ref_model tiny is read where kl_coef is above 0; try --kl-coef 0.001, or leave it out"),
+    ("--ref-model tinny --kl-coef 0.1", "--ref-model tinny: no such file or folder"),
     ("--filter-value 0.5", "filter_value changes a filter, and --filter is none; add --filter snr"),
     ("--filter snr --filter-value 2", "top_p needs a value in (0, 1], not 2.0; for a number of groups use top_k_abs"),
     ("--filter snr --filter-strategy top_k_abs --filter-value 1.5", "top_k_abs needs a whole value"),
