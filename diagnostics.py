@@ -442,7 +442,7 @@ def collapse_warning(metrics: dict, state: dict, low_mi: float = 0.5) -> str:
 
 
 def change(now: float, before: float, up: str, down: str) -> str:
-    """As in "up 4 percent", of `before`; in plain numbers where that is not above 0."""
+    """As in "up 4 percent", of `before`; without a number where that is not above 0."""
     direction = up if now >= before else down
     return f"{direction} {abs(now / before - 1):.0%}".replace("%", " percent") if before > 0 else direction
 
@@ -472,8 +472,9 @@ def bucket_gradients(
     `backward(p, component)` adds to the .grad of the parameters the gradient of that component, summed over the tokens
     of group p, and returns how many those are. A norm is that of the mean over the bucket's own tokens, so buckets of
     any size compare. /ratio is task / (sum of the others): how loud the task is beside the regularisers. /snr is the
-    norm of the mean task gradient over the spread between its groups, sqrt(sum ||g_p - mean||^2 / (n - 1)): below 1,
-    groups mostly contradict each other. A ratio without regularisers, a spread of fewer than two groups: NaN.
+    norm of the mean task gradient over the spread between its groups, sqrt(sum ||g_p - mean||^2 / (n - 1)): about
+    1 / sqrt(n) where groups have nothing in common, more where they agree. A ratio without regularisers, a spread of
+    fewer than two groups: NaN.
     Nothing else is left behind: .grad is None afterwards. Source: arXiv:2604.06268, Sec. 3; the snr is ours.
     """
     metrics: dict[str, float] = {}
