@@ -418,17 +418,20 @@ def share(pairs: list[Pair]) -> float:
     return float(np.mean([bool(pair.thinking) for pair in pairs])) if pairs else float("nan")
 
 
-def collapse_warning(metrics: dict, state: dict, low_mi: float = 0.5) -> str:
+def collapse_warning(metrics: dict, state: dict, low_mi: float = 0.5, floor: float = 0.05) -> str:
     """A line to print when a run enters template collapse; "" while it stays there, and in any other regime.
 
-    A run may begin in that regime, as one that has not learned to look yet, and leave it and come back by noise: what
-    it warns of is that I(X;Z) is below `low_mi` of the best that the run has had.
+    A run may begin in that regime, as one that has not learned to look yet, or leave it and come back by noise. What
+    is warned of is that a run which did look, with at least `floor` of ln N, has lost it: I(X;Z) is below `low_mi` of
+    the best that it has had.
     """
-    if not isinstance(metrics["diagnostics/regime"], str):
+    regime = metrics["diagnostics/regime"]
+    if not isinstance(regime, str):
         return ""
     now = {key.removeprefix("diagnostics/first_turn/"): value for key, value in metrics.items()}
     entropy, mi, best = now["conditional_entropy_est"], now["mi_seq_estimate"], state["best"]
-    collapsed = metrics["diagnostics/regime"] == "template_collapse" and mi < low_mi * best["mi"]
+    looked = best["mi"] >= floor * now["mi_upper_bound"]
+    collapsed = looked and regime == "template_collapse" and mi < low_mi * best["mi"]
     entered = collapsed and not state.get("collapsed", False)
     state["collapsed"] = collapsed
     if not entered:
@@ -602,13 +605,28 @@ RESPONSES = ("response_ids", "completion_ids", "response", "completion", "output
 
 
 def is_chat(value) -> bool:
-    return isinstance(value, list) and any(isinstance(message, dict) for message in value)
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(message, dict) for message in value)
 
 
 def content(message: dict) -> str:
-    """The text of a message, whose content may be a list of parts."""
+    """The text of a message, whose content may be a list of parts. Raises: ValueError for any other content."""
     parts = message.get("content") or ""
-    return parts if isinstance(parts, str) else "".join(part.get("text") or "" for part in parts)
+    if isinstance(parts, str):
+        return parts
+    if not is_chat(parts):
+        raise ValueError(f"the content of a message must be text or a list of parts, not {parts!r}")
+    return "".join(part.get("text") or "" for part in parts)
+
+
+def check_tokens(kind: str, value, tokenizer):
+    """Raises: ValueError for what is neither text nor token ids of this tokenizer."""
+    ids = value if isinstance(value, list) else []
+    bad = [token for token in ids if type(token) is not int or not 0 <= token < len(tokenizer)]
+    if not isinstance(value, str | list) or bad:
+        shown = bad[0] if bad else value
+        raise ValueError(
+            f"the {kind} must be text, messages, or token ids from 0 to {len(tokenizer) - 1}, not {shown!r}"
+        )
 
 
 def read_pairs(record: dict, tokenizer, span: str) -> list[Pair]:
@@ -637,6 +655,8 @@ def read_pair(prompt, response, tokenizer, span: str) -> Pair:
     if is_chat(prompt):
         messages = [{"role": message.get("role"), "content": content(message)} for message in prompt]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    check_tokens("prompt", prompt, tokenizer)
+    check_tokens("response", response, tokenizer)
     if not isinstance(response, str):
         prompt = encoded(prompt, tokenizer) if isinstance(prompt, str) else prompt
         opened, closed = (tokens_with(tokenizer, response, tag) for tag in ("<think>", "</think>"))
@@ -654,6 +674,8 @@ def read_pair(prompt, response, tokenizer, span: str) -> Pair:
         thinking = encoded(thought.rstrip(), tokenizer) if closed and thought.strip() else []
     if isinstance(prompt, str):
         prompt = encoded(prompt, tokenizer)
+    if not prompt:
+        raise ValueError("the prompt is empty; a thought needs something to follow")
     return Pair(tuple(prompt), tuple(thinking))
 
 
@@ -665,8 +687,12 @@ def read_rollouts(file: str, tokenizer, span: str) -> list[list[Pair]]:
     """The turns of each trajectory. Lines with one "trajectory" (any value) belong together; without it, each line is a
     trajectory of its own. Raises: ValueError that names file and line."""
     trajectories: dict[str, list[Pair]] = {}
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}; write it anew with encoding='utf-8'") from error
     # Not splitlines: JSON may hold U+2028 and its kin as they are, which that takes for ends of lines.
-    for number, line in enumerate(Path(file).read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -715,7 +741,9 @@ def main(args: Args):
                 args.regime_entropy, args.regime_mi, args.regime_floor,
             )  # fmt: skip
             columns.append(metrics)
-            lines = dict.fromkeys([collapse_warning(metrics, state, args.regime_mi), *notes.values()])
+            lines = dict.fromkeys(
+                [collapse_warning(metrics, state, args.regime_mi, args.regime_floor), *notes.values()]
+            )
             warnings += [f"{file}: {line}" for line in lines if line]
             if step == 0 and metrics["diagnostics/valid_thinking_rate"] == 0:
                 warnings.append(f"{file}: no response closes a thought with </think>; for all of it: --span response")

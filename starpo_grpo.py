@@ -1084,7 +1084,7 @@ def thinking_metrics(
             args.regime_entropy, args.regime_mi, args.regime_floor,
         )  # fmt: skip
     notes |= why if args.think else {"diagnostics/*": "--no-think asks for no thoughts"}
-    if warning := diagnostics.collapse_warning(metrics, state["diagnostics"], args.regime_mi):
+    if warning := diagnostics.collapse_warning(metrics, state["diagnostics"], args.regime_mi, args.regime_floor):
         remedy = "less --ent-coef or --kl-coef" + (", or --filter snr" if args.filter == "none" else "")
         notes["warning/template_collapse"] = f"{warning}; try {remedy}"
     return metrics

@@ -353,6 +353,16 @@ def test_resumed_run_goes_on_with_averages_and_start_of_the_diagnostics(script, 
     assert "grad_norm/all/task" in records[3] and "grad_norm/all/task" not in records[2]
 
 
+def test_reference_is_the_start_of_the_run_unless_named(script, finished, model_folder, tmp_path, monkeypatch):
+    kl = {}
+    for name in (model_folder, finished[0] / "checkpoints" / "4"):
+        folder = tmp_path / name.name
+        folder.mkdir()
+        options = ["--env", "sokoban", "--model", model_folder, "--kl-coef", 0.1, "--ref-model", name, "--updates", 1]
+        kl[name.name] = run_here(script, [*options, "--minibatch-size", 8], folder, monkeypatch)[1]["policy/kl"]
+    assert kl[model_folder.name] == pytest.approx(0, abs=1e-9) and kl["4"] > 1e-6
+
+
 FLAT = (
     IMPORTS
     + '''
