@@ -223,7 +223,7 @@ def cross_logprobs(
     by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
     while by_length:
         longest = len(prompts[by_length[-1]])
-        width = max(min(PACK, max_tokens - longest), max(map(len, responses), default=0))
+        width = max(min(PACK, max_tokens - longest, sum(map(len, responses))), max(map(len, responses), default=0))
         columns_B = [by_length.pop() for _ in range(min(len(by_length), max(1, max_tokens // (longest + width))))]
         cache, seen_BT = encode([prompts[p] for p in columns_B], model)
         for rows in packs([len(z) for z in responses], width):
@@ -307,7 +307,7 @@ def thinking_span(tokenizer, response_ids: list[int]) -> list[int]:
     end = closed
     while len(decoded(tokenizer, response_ids[:end])) > len(thought):
         end -= 1
-    return list(response_ids[:end]) if thought.strip() else []
+    return list(response_ids[:end]) if decoded(tokenizer, response_ids[:end]).strip() else []
 
 
 def tokens_with(tokenizer, ids: list[int], tag: str) -> int:
@@ -618,18 +618,16 @@ def content(message: dict) -> str:
     return "".join(part.get("text") or "" for part in parts)
 
 
-def check_tokens(kind: str, value, tokenizer):
-    """Raises: ValueError for what is neither text nor token ids of this tokenizer."""
+def check_tokens(kind: str, value, vocabulary: int):
+    """Raises: ValueError for what is neither text nor token ids of the model."""
     ids = value if isinstance(value, list) else []
-    bad = [token for token in ids if type(token) is not int or not 0 <= token < len(tokenizer)]
+    bad = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
     if not isinstance(value, str | list) or bad:
         shown = bad[0] if bad else value
-        raise ValueError(
-            f"the {kind} must be text, messages, or token ids from 0 to {len(tokenizer) - 1}, not {shown!r}"
-        )
+        raise ValueError(f"the {kind} must be text, messages, or token ids from 0 to {vocabulary - 1}, not {shown!r}")
 
 
-def read_pairs(record: dict, tokenizer, span: str) -> list[Pair]:
+def read_pairs(record: dict, tokenizer, span: str, vocabulary: int | None = None) -> list[Pair]:
     """The pairs of one line: one, or of a conversation one for each message of the assistant.
 
     Token ids are taken as they are, text is encoded, messages are rendered by the chat template, each prompt with all
@@ -642,21 +640,21 @@ def read_pairs(record: dict, tokenizer, span: str) -> list[Pair]:
             f"has {', '.join(record)}; needs one of {', '.join(PROMPTS)} and one of {', '.join(RESPONSES)}"
         )
     if not is_chat(response):
-        return [read_pair(prompt, response, tokenizer, span)]
+        return [read_pair(prompt, response, tokenizer, span, vocabulary)]
     history = prompt if is_chat(prompt) else [{"role": "user", "content": prompt}]
     return [
-        read_pair([*history, *response[:n]], content(message), tokenizer, span)
+        read_pair([*history, *response[:n]], content(message), tokenizer, span, vocabulary)
         for n, message in enumerate(response)
         if message.get("role") == "assistant"
     ]
 
 
-def read_pair(prompt, response, tokenizer, span: str) -> Pair:
+def read_pair(prompt, response, tokenizer, span: str, vocabulary: int | None = None) -> Pair:
     if is_chat(prompt):
         messages = [{"role": message.get("role"), "content": content(message)} for message in prompt]
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    check_tokens("prompt", prompt, tokenizer)
-    check_tokens("response", response, tokenizer)
+    check_tokens("prompt", prompt, vocabulary or len(tokenizer))
+    check_tokens("response", response, vocabulary or len(tokenizer))
     if not isinstance(response, str):
         prompt = encoded(prompt, tokenizer) if isinstance(prompt, str) else prompt
         opened, closed = (tokens_with(tokenizer, response, tag) for tag in ("<think>", "</think>"))
@@ -683,7 +681,7 @@ def encoded(text: str, tokenizer) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def read_rollouts(file: str, tokenizer, span: str) -> list[list[Pair]]:
+def read_rollouts(file: str, tokenizer, span: str, vocabulary: int | None = None) -> list[list[Pair]]:
     """The turns of each trajectory. Lines with one "trajectory" (any value) belong together; without it, each line is a
     trajectory of its own. Raises: ValueError that names file and line."""
     trajectories: dict[str, list[Pair]] = {}
@@ -699,10 +697,11 @@ def read_rollouts(file: str, tokenizer, span: str) -> list[list[Pair]]:
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("is no JSON object")
-            pairs = read_pairs(record, tokenizer, span)
+            pairs = read_pairs(record, tokenizer, span, vocabulary)
         except (ValueError, TypeError, jinja2.TemplateError) as error:
             raise ValueError(f"{file} line {number}: {error}") from error
-        trajectories.setdefault(str(record.get("trajectory", f"line {number}")), []).extend(pairs)
+        name = record.get("trajectory")
+        trajectories.setdefault(f"line {number}" if name is None else json.dumps(name), []).extend(pairs)
     return list(trajectories.values())
 
 
@@ -730,12 +729,20 @@ def main(args: Args):
         for file in args.rollouts:
             if not Path(file).is_file():
                 raise ValueError(f"--rollouts {file}: no such file; give JSONL files, a line for each turn")
+        for flag, value in {
+            "temperature": args.temperature,
+            "num-pairs": args.num_pairs,
+            "max-tokens": args.max_tokens,
+        }.items():
+            if not value > 0:
+                raise ValueError(f"--{flag} must be above 0, not {value}; leave it out for the default")
         model, tokenizer = llm.load_model(args.model)
+        vocabulary = model.get_input_embeddings().num_embeddings
         model = model.to(args.device, torch.bfloat16 if args.bf16 else torch.float32)
         state: dict = {}
         columns, warnings = [], []
-        for step, file in enumerate(args.rollouts):
-            pairs_B = read_rollouts(file, tokenizer, args.span)
+        for file in args.rollouts:
+            pairs_B = read_rollouts(file, tokenizer, args.span, vocabulary)
             metrics, notes = diagnose(
                 model, pairs_B, state, args.num_pairs, args.temperature, args.max_tokens, args.seed,
                 args.regime_entropy, args.regime_mi, args.regime_floor,
@@ -745,7 +752,7 @@ def main(args: Args):
                 [collapse_warning(metrics, state, args.regime_mi, args.regime_floor), *notes.values()]
             )
             warnings += [f"{file}: {line}" for line in lines if line]
-            if step == 0 and metrics["diagnostics/valid_thinking_rate"] == 0:
+            if metrics["diagnostics/valid_thinking_rate"] == 0:
                 warnings.append(f"{file}: no response closes a thought with </think>; for all of it: --span response")
     except ValueError as error:
         console.print(Text(f"error: {error}", style="red"), soft_wrap=True)
