@@ -207,7 +207,7 @@ def signal_reading(ratio: float) -> str:
     ('signal 1.20: a few groups hold it, a filter helps', 'signal 0.30: all groups hold it, a filter costs data')
     """
     if np.isnan(ratio):
-        return "no signal in any group"
+        return "no signal in any group, or only one group"
     if ratio >= 1:
         return f"signal {ratio:.2f}: a few groups hold it, a filter helps"
     return f"signal {ratio:.2f}: " + ("all groups hold it, a filter costs data" if ratio <= 0.5 else "uneven")

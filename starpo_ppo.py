@@ -1183,6 +1183,7 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
     """What happened in the environments, of all and, where there are several, of each; rates are shares of
     trajectories, or of turns where they say so."""
     turns = [turn for t in trajectories for turn in t.turns if "response" in turn]
+    tokens = sum(turn["tokens"] for turn in turns)
     metrics = {
         "success": mean([t.success for t in trajectories]),
         "return": mean([sum(t.rewards) for t in trajectories]),  # of the environment
@@ -1195,8 +1196,7 @@ def rollout_metrics(trajectories: list[Trajectory], group_size: int, prefix: str
         "context_ended": mean([t.ended == "context" for t in trajectories]),
         "response_tokens": mean([turn["tokens"] for turn in turns]),
         # Of the sampled tokens, those in a phrase that a response says over and over.
-        "repeated_share": sum(turn["repeated"] * turn["tokens"] for turn in turns)
-        / max(sum(turn["tokens"] for turn in turns), 1),
+        "repeated_share": sum(turn["repeated"] * turn["tokens"] for turn in turns) / tokens if tokens else math.nan,
         "trajectory_tokens": mean([sum(len(sample.ids) for sample in t.samples) for t in trajectories]),
     }
     if group_size > 1:

@@ -130,7 +130,7 @@ def test_filter_groups_takes_other_options_in_place_of_its_own():
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
-        (math.nan, "no signal in any group"),
+        (math.nan, "no signal in any group, or only one group"),
         (0.3, "signal 0.30: all groups hold it, a filter costs data"),
         (0.5, "signal 0.50: all groups hold it, a filter costs data"),
         (0.7, "signal 0.70: uneven"),
