@@ -422,15 +422,15 @@ def collapse_warning(metrics: dict, state: dict, low_mi: float = 0.5, floor: flo
     """A line to print when a run enters template collapse; "" while it stays there, and in any other regime.
 
     A run may begin in that regime, as one that has not learned to look yet, or leave it and come back by noise. What
-    is warned of is that a run which did look, with at least `floor` of ln N, has lost it: I(X;Z) is below `low_mi` of
-    the best that it has had.
+    is warned of is that a run which did look, with at least three times `floor` of ln N, has lost it: I(X;Z) is below
+    `low_mi` of the best that it has had.
     """
     regime = metrics["diagnostics/regime"]
     if not isinstance(regime, str):
         return ""
     now = {key.removeprefix("diagnostics/first_turn/"): value for key, value in metrics.items()}
     entropy, mi, best = now["conditional_entropy_est"], now["mi_seq_estimate"], state["best"]
-    looked = best["mi"] >= floor * now["mi_upper_bound"]
+    looked = best["mi"] >= 3 * floor * now["mi_upper_bound"]
     collapsed = looked and regime == "template_collapse" and mi < low_mi * best["mi"]
     entered = collapsed and not state.get("collapsed", False)
     state["collapsed"] = collapsed
@@ -702,6 +702,8 @@ def read_rollouts(file: str, tokenizer, span: str, vocabulary: int | None = None
             raise ValueError(f"{file} line {number}: {error}") from error
         name = record.get("trajectory")
         trajectories.setdefault(f"line {number}" if name is None else json.dumps(name), []).extend(pairs)
+    if not trajectories:
+        raise ValueError(f"{file} is empty; it needs a JSON object a line")
     return list(trajectories.values())
 
 
@@ -726,16 +728,22 @@ def main(args: Args):
     """Prints a table for each set of pairs, and the regime of each step."""
     console = Console()
     try:
+        if not args.rollouts:
+            raise ValueError(
+                "--rollouts needs at least one file, and 0 were given; give JSONL files, a line for each turn"
+            )
         for file in args.rollouts:
             if not Path(file).is_file():
                 raise ValueError(f"--rollouts {file}: no such file; give JSONL files, a line for each turn")
-        for flag, value in {
-            "temperature": args.temperature,
-            "num-pairs": args.num_pairs,
-            "max-tokens": args.max_tokens,
-        }.items():
-            if not value > 0:
-                raise ValueError(f"--{flag} must be above 0, not {value}; leave it out for the default")
+        if args.model == "tiny":
+            raise ValueError("--model tiny is made by each run for itself; give the run's: runs/NAME/checkpoints/N")
+        if args.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"--device {args.device}: this torch sees no GPU; try --device cpu")
+        for flag, value, least in (("num-pairs", args.num_pairs, 2), ("max-tokens", args.max_tokens, 1)):
+            if value < least:
+                raise ValueError(f"--{flag} must be at least {least}, not {value}; leave it out for the default")
+        if not args.temperature > 0:
+            raise ValueError(f"--temperature must be above 0, not {args.temperature}; leave it out for 1.0")
         model, tokenizer = llm.load_model(args.model)
         vocabulary = model.get_input_embeddings().num_embeddings
         model = model.to(args.device, torch.bfloat16 if args.bf16 else torch.float32)
@@ -753,7 +761,7 @@ def main(args: Args):
             )
             warnings += [f"{file}: {line}" for line in lines if line]
             if metrics["diagnostics/valid_thinking_rate"] == 0:
-                warnings.append(f"{file}: no response closes a thought with </think>; for all of it: --span response")
+                warnings.append(f"{file}: no response has a thought before </think>; for all of it: --span response")
     except ValueError as error:
         console.print(Text(f"error: {error}", style="red"), soft_wrap=True)
         raise SystemExit(2) from None
@@ -764,7 +772,9 @@ def main(args: Args):
             table.add_row(label, *(f"{metrics[f'diagnostics/{name}/{key}']:.{digits}f}" for metrics in columns))
         console.print(table)
     for file, metrics in zip(args.rollouts, columns, strict=True):
-        console.print(f"{file}: {metrics['diagnostics/regime']}", markup=False, soft_wrap=True)
+        regime = metrics["diagnostics/regime"]
+        regime = regime if isinstance(regime, str) else "no regime, see below"
+        console.print(f"{file}: {regime}", markup=False, soft_wrap=True)
     for line in warnings:
         console.print(Text(line, style="yellow"), soft_wrap=True)
 

@@ -25,9 +25,12 @@ def near_models(name: str) -> str:
     return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5)) or "none"
 
 
-def load_model(source: str):
-    """Model (float32, dropout off) and tokenizer from a folder, a hub name or a .gguf file. Raises: ValueError."""
+def load_model(source: str, flag: str = "--model"):
+    """Model (float32, dropout off) and tokenizer from a folder, a hub name or a .gguf file; `flag` named it.
+    Raises: ValueError."""
     path = Path(source)
+    if (path / "checkpoints").is_dir():
+        raise ValueError(f"{flag} {source} cannot be loaded: it is a run; its models are in {path / 'checkpoints'}/N")
     where, options = (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (source, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
@@ -39,7 +42,7 @@ def load_model(source: str):
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"--model {source} cannot be loaded: {reason}; near names on this machine: {near_models(source)}"
+            f"{flag} {source} cannot be loaded: {reason}; near names on this machine: {near_models(source)}"
         ) from error
     if options:
         # The weights come out of a .gguf file as plain float32, but the model counts as quantised and cannot be saved.

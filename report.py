@@ -542,7 +542,7 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = Non
     """
     try:
         path = page(list(runs), output)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
         raise SystemExit(2) from None
     for run_dir in runs:

@@ -1085,8 +1085,12 @@ def thinking_metrics(
         )  # fmt: skip
     notes |= why if args.think else {"diagnostics/*": "--no-think asks for no thoughts"}
     if warning := diagnostics.collapse_warning(metrics, state["diagnostics"], args.regime_mi, args.regime_floor):
-        remedy = "less --ent-coef or --kl-coef" + (", or --filter snr" if args.filter == "none" else "")
-        notes["warning/template_collapse"] = f"{warning}; try {remedy}"
+        remedies = {
+            "less --ent-coef": args.ent_coef,
+            "less --kl-coef": args.kl_coef,
+            "--filter snr": args.filter == "none",
+        }
+        notes["warning/template_collapse"] = f"{warning}; try {' or '.join(r for r, on in remedies.items() if on)}"
     return metrics
 
 
@@ -1193,8 +1197,9 @@ def check(args: Args, envs: list):
         if not holds:
             refuse(f"{name} {rule} (got {getattr(args, name)!r})")
     changes = filter_changes(args)
-    if args.filter == "none" and changes:
-        refuse(f"filter_{next(iter(changes))} changes a filter, and --filter is none; add --filter snr")
+    changed = [*changes, *(["reward"] if args.filter_reward != "env" else [])]
+    if args.filter == "none" and changed:
+        refuse(f"filter_{changed[0]} changes a filter, and --filter is none; add --filter snr")
     try:
         filter_groups(np.arange(2.0 * args.group_size).reshape(2, -1), args.filter, **changes)
     except ValueError as error:
@@ -1279,12 +1284,12 @@ def practice(args: Args) -> tuple[list, list[str], Callable]:
     return envs, texts, play
 
 
-def load(args: Args, source: str):
+def load(args: Args, source: str, flag: str = "--model"):
     """Model (float32, dropout off) and tokenizer: "tiny", or what llm.load_model takes."""
     if source == "tiny":
         return tiny.load(args, *practice(args), console)[:2]
     try:
-        return llm.load_model(source)
+        return llm.load_model(source, flag)
     except ValueError as error:
         refuse(str(error))
 
@@ -1384,9 +1389,11 @@ def choose(policy, trajectories: list[Trajectory], accelerator, args: Args, stat
         cause = f"returns differ in some, but --filter {args.filter} {filter_changes(args) or ''} rejects them all"
         remedy = "another --filter-metric or --filter-strategy, or --filter none"
         if dead_groups(returns_PG).all():
-            cause = "in every group all members fared alike, so there is nothing to learn from"
+            cause = "in every group all members fared alike, so nothing tells them apart"
             remedy = "a task that is solved now and then (--env-options, a better --model), or a larger --group-size"
-        notes["warning/nothing_kept"] = f"no group was kept in {state['empty_in_a_row']} updates: {cause}; try {remedy}"
+        notes["warning/nothing_kept"] = (
+            f"no group kept, updates in a row: {state['empty_in_a_row']}. {cause}; try {remedy}"
+        )
     return kept, metrics
 
 
@@ -1435,7 +1442,8 @@ def main(args: Args):
     ref_policy = None
     if args.kl_coef > 0:
         as_given = args.ref_model or (args.model if latest else None)
-        ref_policy = load(args, as_given)[0] if as_given else copy.deepcopy(policy)
+        flag = "--ref-model" if args.ref_model else "--model"
+        ref_policy = load(args, as_given, flag)[0] if as_given else copy.deepcopy(policy)
         sizes = [model.get_input_embeddings().num_embeddings for model in (ref_policy, policy)]
         if sizes[0] != sizes[1]:
             refuse(f"--ref-model has {sizes[0]} tokens and --model {sizes[1]}; a reference must share the tokenizer")
@@ -1601,7 +1609,7 @@ def main(args: Args):
         report.track_page(tracker, page)
         tracker.finish()
     if last and update < args.updates:
-        message = f"ended after update {update}, saved: nothing was left to learn from (see above); {page}"
+        message = f"ended after update {update}, saved: no group was kept (see above); {page}"
     elif stopping and not last:
         message = f"stopped after update {update}, saved; go on with: python {Path(__file__).name} --resume {run_dir}"
     else:

@@ -213,6 +213,7 @@ REFUSED = [
     ("--overlong-share 2", "overlong_share is a share of max_new_tokens"),
     ("--ref-model tiny", "ref_model tiny is read where kl_coef is above 0; try --kl-coef 0.001, or leave it out"),
     ("--ref-model tinny --kl-coef 0.1", "--ref-model tinny: no such file or folder"),
+    ("--filter-reward total", "filter_reward changes a filter, and --filter is none; add --filter snr"),
     ("--filter-value 0.5", "filter_value changes a filter, and --filter is none; add --filter snr"),
     ("--filter snr --filter-value 2", "top_p needs a value in (0, 1], not 2.0; for a number of groups use top_k_abs"),
     ("--filter snr --filter-strategy top_k_abs --filter-value 1.5", "top_k_abs needs a whole value"),
@@ -394,7 +395,7 @@ def test_five_updates_without_a_group_to_keep_end_the_run(script, model_folder, 
     assert records[-1]["total/optimizer_steps"] == 0
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["3", "5"]
     output = " ".join(capsys.readouterr().out.split())
-    assert "no group was kept in 5 updates: in every group all members fared alike" in output
+    assert "no group kept, updates in a row: 5. in every group all members fared alike" in output
     assert "ended after update 5, saved" in output and "warning/nothing_kept" in records[-1]["notes"]
     # The count is part of a checkpoint: after three, two more end it.
     shutil.rmtree(run_dir / "checkpoints" / "5")
