@@ -1683,9 +1683,9 @@ def test_line_separators_within_a_text_do_not_cut_a_line(small, tmp_path, charac
 def invoke(arguments, capsys, monkeypatch):
     """In this process, which has everything imported: exit code and what was printed."""
     monkeypatch.setenv("COLUMNS", "250")
-    code = 0
+    code, device = 0, [] if "--device" in arguments else ["--device", "cpu"]
     try:
-        diagnostics.main(diagnostics.tyro.cli(diagnostics.Args, args=[*map(str, arguments), "--device", "cpu"]))
+        diagnostics.main(diagnostics.tyro.cli(diagnostics.Args, args=[*map(str, arguments), *device]))
     except SystemExit as stop:
         code = stop.code
     return code, capsys.readouterr().out
@@ -1834,6 +1834,38 @@ def test_command_names_a_missing_file_before_it_loads_a_model(tmp_path, capsys, 
     file = tmp_path / "none.jsonl"
     code, output = invoke(["--model", tmp_path / "no-model", "--rollouts", file], capsys, monkeypatch)
     assert code == 2 and output.startswith(f"error: --rollouts {file}: no such file")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model", "tiny"], "--model tiny is made by each run for itself; give the run's: runs/NAME/checkpoints/N"),
+        (["--model", "m", "--device", "cuda:0"], "--device cuda:0: this torch sees no GPU; try --device cpu"),
+        (["--model", "m", "--num-pairs", "1"], "--num-pairs must be at least 2, not 1; leave it out for the default"),
+        (["--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1, not 0"),
+        (["--model", "m", "--temperature", "0"], "--temperature must be above 0, not 0.0; leave it out for 1.0"),
+    ],
+)
+def test_command_refuses_arguments_before_it_loads_a_model(tmp_path, capsys, monkeypatch, arguments, complaint):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = write(tmp_path, "a.jsonl", [{"prompt": "look", "response": "go"}])
+    code, output = invoke([*arguments, "--rollouts", file], capsys, monkeypatch)
+    assert code == 2 and output.startswith("error: " + complaint)
+
+
+def test_command_needs_files_with_lines(small, tmp_path, capsys, monkeypatch):
+    code, output = invoke(["--model", small[0], "--rollouts"], capsys, monkeypatch)
+    assert code == 2 and output.startswith("error: --rollouts needs at least one file")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    code, output = invoke(["--model", small[0], "--rollouts", tmp_path / "empty.jsonl"], capsys, monkeypatch)
+    assert code == 2 and "empty.jsonl is empty; it needs a JSON object a line" in output
+
+
+def test_command_points_from_a_run_to_its_checkpoints(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)
+    file = write(tmp_path, "a.jsonl", [{"prompt": "look", "response": "go"}])
+    code, output = invoke(["--model", tmp_path / "run", "--rollouts", file], capsys, monkeypatch)
+    assert code == 2 and f"it is a run; its models are in {tmp_path / 'run' / 'checkpoints'}/N" in output
 
 
 def test_command_names_a_missing_model(small, tmp_path, capsys, monkeypatch):

@@ -157,6 +157,13 @@ def test_notes_are_listed_once_with_their_updates(html):
     assert "<b>" not in html and "&lt;b&gt;1&lt;/b&gt;" in html
 
 
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(tmp_path, capsys):
+    write_lines(tmp_path / "metrics.jsonl", [{"update": 1, "rollout/success": 0.5}])
+    with pytest.raises(SystemExit) as stop:
+        report.main((tmp_path,), Path("/proc/nowhere/page.html"))
+    assert stop.value.code == 2 and "/proc/nowhere" in capsys.readouterr().err
+
+
 def test_warnings_stand_on_the_card_of_their_run_and_not_among_the_notes(tmp_path):
     line = "template collapse: entropy is up 4 percent <b>"
     records = [{"update": 5, "rollout/success": 0.5}, {"update": 6, "notes": {"warning/template_collapse": line}}]
