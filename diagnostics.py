@@ -478,8 +478,8 @@ def bucket_gradients(
     norm of the mean task gradient over the spread between its groups, sqrt(sum ||g_p - mean||^2 / (n - 1)): about
     1 / sqrt(n) where groups have nothing in common, more where they agree. A ratio without regularisers, a spread of
     fewer than two groups: NaN.
-    Nothing else is left behind: .grad is None afterwards. Source: the code of arXiv:2604.06268, whose norms depend on the
-    size of the bucket; ratio and snr are ours.
+    Nothing else is left behind: .grad is None afterwards. Source: the code of arXiv:2604.06268, whose norms depend on
+    the size of the bucket; ratio and snr are ours.
     """
     metrics: dict[str, float] = {}
 
