@@ -49,7 +49,8 @@ def over_seeds(runs: list[tuple[dict, str, list[dict]]]):
     for args, method, records in runs:
         measured = [record for record in records if record.get(COLUMNS["I(X;Z)"]) is not None]
         values = {
-            "success": [record for record in records if "val/success" in record][-1]["val/success"],
+            "before": records[0]["val/success"],
+            "after": [record for record in records if "val/success" in record][-1]["val/success"],
             "I(X;Z)": measured[-1][COLUMNS["I(X;Z)"]],
             "kept": mean([record.get("rollout/kept_share") for record in records]),
             "ratio": mean([record.get("rollout/signal_ratio") for record in records]),
@@ -59,14 +60,15 @@ def over_seeds(runs: list[tuple[dict, str, list[dict]]]):
             "seed": args["seed"],
         }
         found[" ".join(args["env"]), method, args["filter"]].append(values)
-    names = "environment | method | filter | seeds | success | I(X;Z) | kept share | Std(RV)/Mean(RV) | optimizer steps"
-    names += " | seconds an update: rollout | train"
+    names = "environment | method | filter | seeds | success before | after | I(X;Z) | kept share | Std(RV)/Mean(RV)"
+    names += " | optimizer steps | seconds an update: rollout | train"
     print(f"| {names} |\n|{'---|' * len(names.split('|'))}")
     for (env, method, name), results in sorted(found.items()):
         of = {key: [result[key] for result in results] for key in results[0]}
         spread = {key: statistics.stdev(values) if len(values) > 1 else 0.0 for key, values in of.items()}
         cells = [env, method, name, ", ".join(map(str, sorted(of["seed"])))]
-        cells += [f"{mean(of[key]):.3f} ± {spread[key]:.3f}" for key in ("success", "I(X;Z)")]
+        cells.append(f"{mean(of['before']):.3f}")
+        cells += [f"{mean(of[key]):.3f} ± {spread[key]:.3f}" for key in ("after", "I(X;Z)")]
         cells += [f"{mean(of['kept']):.2f}", f"{mean(of['ratio']):.2f}", f"{mean(of['steps']):.0f}"]
         cells += [f"{mean(of['rollout']):.1f}", f"{mean(of['train']):.1f}"]
         print("| " + " | ".join(cells) + " |")
