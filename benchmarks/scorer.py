@@ -1,6 +1,6 @@
 """How long scoring every response under every prompt takes: `python benchmarks/scorer.py [--small]`.
 
-64 prompts of 400 tokens and 64 responses of 60, through a Qwen2 model of random weights: through the cache
+64 prompts of 400 tokens and 64 responses of 60, through a Qwen2 model of the tiny model's size: through the cache
 (diagnostics.cross_logprobs), and by teacher forcing each concatenation, one at a time and in batches of 16. Of the slow
 ways a part is timed; ratios are taken in alternation, so that other load on the machine hits all alike.
 """
@@ -36,14 +36,14 @@ def concatenated(model, prompts, responses, batch: int) -> np.ndarray:
 def main():
     size = 8 if "--small" in sys.argv else 64
     config = Qwen2Config(
-        vocab_size=8000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     rng = np.random.default_rng(0)
-    prompts = rng.integers(8000, size=(size, 400)).tolist()
-    responses = rng.integers(8000, size=(size, 60)).tolist()
+    prompts = rng.integers(2048, size=(size, 400)).tolist()
+    responses = rng.integers(2048, size=(size, 60)).tolist()
     part = prompts[: size // 8]
     ratios = {1: [], 16: []}
     for _ in range(3):

@@ -291,7 +291,7 @@ def test_resumed_run_equals_one_never_stopped_with_other_switches(script, option
 
 
 SWITCHES = [
-    "--env sokoban --filter snr --filter-metric entropy --filter-direction smallest --diagnose-every 1",
+    "--env sokoban --filter snr --filter-metric entropy --filter-direction smallest --probe-every 1",
     "--env sokoban --filter top-k-25 --filter-metric length --filter-value 0.5 --filter-reward total --context turn",
     "--context window --window 2",
     "--context turn --window 2 --reward-placement turn",
@@ -312,7 +312,7 @@ SWITCHES_PPO = [
     [(name, options) for name in SCRIPTS for options in SWITCHES] + [("starpo_ppo", o) for o in SWITCHES_PPO],
 )
 def test_switches_run_and_log_the_same_names_at_every_update(script, options, model_folder, tmp_path, monkeypatch):
-    arguments = ["--model", model_folder, "--updates", 2, "--val-every", 0, *options.split()]
+    arguments = ["--model", model_folder, "--updates", 2, "--val-every", 0, "--diagnose-every", 1, *options.split()]
     records = run_here(script, arguments, tmp_path, monkeypatch)
     # What an environment reports beside the reward is there only if some action was played.
     names = [{key for key in record if key != "notes" and "/info/" not in key} for record in records[1:]]
