@@ -284,9 +284,9 @@ def score_pack(prompts, responses, cache, seen_BT: torch.Tensor, model, temperat
         past_key_values=cache,
         use_cache=True,
     ).logits
-    logits_BLV = logits_BLV.float() / temperature
+    logits_BLV = logits_BLV.float() if temperature == 1 else logits_BLV.float() / temperature
     targets_BL1 = targets_L.to(device).expand(len(prompts), -1)[..., None]
-    logprobs_BL = logits_BLV.gather(-1, targets_BL1)[..., 0] - logits_BLV.logsumexp(-1)
+    logprobs_BL = logits_BLV.log_softmax(-1).gather(-1, targets_BL1)[..., 0]  # one fused pass, unlike logsumexp
     logprobs_BN = torch.zeros(len(prompts), len(responses), dtype=torch.float64)
     return logprobs_BN.index_add_(1, segment_L, logprobs_BL.double().cpu())
 
