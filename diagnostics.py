@@ -299,7 +299,6 @@ def thinking_span(tokenizer, response_ids: list[int]) -> list[int]:
 
     `response_ids` begin after the opening tag. A token in which the thought ends and the tag begins is the tag's.
     """
-
     closed = tokens_with(tokenizer, response_ids, "</think>")
     if closed > len(response_ids):
         return []
